@@ -19,7 +19,7 @@ from pathlib import Path
 from recovery_costs import at_rest, overhead
 from recovery_peer import torchrun
 from recovery_report import CASES, Report, Row
-from recovery_trial import GIVE_UP_S, NotDone, Struck, round_of
+from recovery_trial import BEGIN_S, GIVE_UP_S, NotDone, Struck, round_of, slow_round
 
 from elasticzero.launcher.store.etcd.server import EtcdServer
 
@@ -43,10 +43,18 @@ def struck(
             for case, one in round_of(strategy, endpoint, runs, options.lease_ttl):
                 blows[case, strategy].append(one)
                 say(f"round {number + 1}: {strategy}, {case}: {one.seconds:.3f} s")
-    for number in range(options.peer):
-        for case in PEER_CASES:
+    for number in range(options.slow):
+        for strategy in strategies:
+            for standby, label in (("auto", strategy), ("off", f"{strategy}, no standby")):
+                for case, one in slow_round(strategy, standby, endpoint, runs, options.lease_ttl):
+                    blows[case, label].append(one)
+                    say(f"slow round {number + 1}: {label}, {case}: {one.seconds:.3f} s")
+    peers = [(case, case, 0.0, options.peer) for case in PEER_CASES]
+    peers += [("slow worker", "worker", BEGIN_S, min(options.slow, options.peer))]
+    for case, blow, begin_s, rounds in peers:
+        for number in range(rounds):
             try:
-                seconds = torchrun(case, runs, options.peer_timeout)
+                seconds = torchrun(blow, runs, options.peer_timeout, begin_s=begin_s)
             except NotDone as error:  # its figures are missing; ours stay
                 hung[case] += 1
                 say(f"torchrun {number + 1}: {case}: {error}; going on without it")
@@ -56,7 +64,7 @@ def struck(
     rows = [
         Row(case=case, launcher=launcher, found=tuple(blows[case, launcher]))
         for case in CASES
-        for launcher in [*strategies, "torchrun"]
+        for launcher in [*strategies, *(f"{name}, no standby" for name in strategies), "torchrun"]
         if blows.get((case, launcher))
     ]
     return rows, dict(hung)
@@ -69,6 +77,9 @@ def main() -> None:
         "--strategies",
         default="ddp,zero1,zero2,zero3",
         help="by commas; NAME+keep is with --keep-workers, NAME+tls with a token and TLS",
+    )
+    parser.add_argument(
+        "--slow", type=int, default=3, help="times of each case of a script that begins slowly"
     )
     parser.add_argument("--peer", type=int, default=1, metavar="ROUNDS", help="of torchrun")
     parser.add_argument(

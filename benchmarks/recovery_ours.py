@@ -24,9 +24,18 @@ def train(session: ez.Session, steps: int, pause_s: float) -> None:
         session.step()
 
 
+def begin(seconds: float) -> None:
+    """Takes a core for so long, as imports do."""
+    end_s = time.process_time() + seconds
+    while time.process_time() < end_s:
+        pass
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--pause", type=float, default=0.02)
+    parser.add_argument("--begin", type=float, default=0.0, help="seconds up to elasticzero.run")
     options = parser.parse_args()
+    begin(options.begin)
     ez.run(lambda session: train(session, options.steps, options.pause))

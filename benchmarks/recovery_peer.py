@@ -17,8 +17,14 @@ from elasticzero.launcher.local.cluster import cluster_environment
 from elasticzero.processes import children_of, descendants
 
 
-def torchrun(case: str, runs: Path, give_up_s: float = GIVE_UP_S) -> float:
+def torchrun(case: str, runs: Path, give_up_s: float = GIVE_UP_S, *, begin_s: float = 0.0) -> float:
     """Seconds from SIGKILL of a worker, or of a whole node, to the next step, on rank 0's notes.
+
+    Args:
+        case: "worker" or "node".
+        runs: directory of the notes.
+        give_up_s: seconds within which steps must come.
+        begin_s: seconds of a core that the script takes as it begins.
 
     Raises `NotDone` if the ranks do not come to train together, or to another step, within
     `give_up_s`.
@@ -31,6 +37,7 @@ def torchrun(case: str, runs: Path, give_up_s: float = GIVE_UP_S) -> float:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--rdzv-backend"]
     command += ["c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "b", "--max-restarts"]
     command += ["100", "--nproc-per-node", "1", str(HERE / "recovery_torchrun.py"), str(notes)]
+    command += ["--begin", str(begin_s)]
     environment = {**os.environ, **cluster_environment(2)}
     agents: list[subprocess.Popen[bytes]] = []
 

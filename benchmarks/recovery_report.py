@@ -10,13 +10,15 @@ from datetime import date
 from performance_page import about_in_words, gpu, machine, present_commit, publish, record
 from recovery_costs import REST_STEP_S, AtRest, Overhead
 from recovery_gaps import Smoothness
-from recovery_trial import Struck
+from recovery_trial import BEGIN_S, Struck
 
 from elasticzero.text import count_text
 
 CASES = {
     "worker": "SIGKILL to a worker: next step after",
     "node": "SIGKILL to a node: next step after",
+    "slow worker": f"SIGKILL to a worker, {BEGIN_S:g} s before elasticzero.run",
+    "slow node": f"SIGKILL to a node, {BEGIN_S:g} s before elasticzero.run",
     "silent": "a node falls silent: next step after",
     "drain": "drain: training pauses",
     "join": "a node joins: training pauses",
@@ -87,7 +89,13 @@ class Report:
 
     def most_s(self, case: str) -> float:
         """The target of a case."""
-        limits = {"worker": 0.5, "node": 1.0, "silent": self.lease_ttl_s + 1.0}
+        limits = {
+            "worker": 0.5,
+            "slow worker": 0.5,
+            "node": 1.0,
+            "slow node": 1.0,
+            "silent": self.lease_ttl_s + 1.0,
+        }
         return limits.get(case, 0.5)
 
     def times_table(self) -> str:

@@ -17,7 +17,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("notes", help="file to which each step of rank 0 adds a line")
     parser.add_argument("--pause", type=float, default=0.02)
+    parser.add_argument("--begin", type=float, default=0.0, help="seconds of a core at the begin")
     options = parser.parse_args()
+    end_s = time.process_time() + options.begin
+    while time.process_time() < end_s:
+        pass
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ HERE = Path(__file__).resolve().parent
 GIVE_UP_S = 180.0
 STEADY_STEPS = 30
 """A generation trains steadily after so many steps."""
+BEGIN_S = 3.0
+"""Seconds of a core that a script which begins slowly takes up to `elasticzero.run`."""
 QUIET_S = NEAR_S + 1.0
 """Seconds of steady training before a planned change and after it, which show its usual step."""
 
@@ -71,10 +74,13 @@ class Trial:
     """Maps a generation and a step to the time of that step, by the first worker's clock."""
     ended_s: dict[int, float] = field(default_factory=dict)
     """By process id: when its agent heard of a worker's end."""
+    stood_by: Counter[str] = field(default_factory=Counter)
+    """By node: how many processes have come to stand by so far."""
 
     def look(self) -> None:
-        for _, event in self.cluster.events():
+        for node, event in self.cluster.events():
             self.lineage.take(event)
+            self.stood_by[node] += event["event"] == "standing"
             self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -123,6 +129,16 @@ class Trial:
 
         if seconds:
             wait_for("quiet training", so)
+
+    def all_stand_by(self, count: int) -> None:
+        """Wait until so many processes have come to stand by on each node that runs."""
+
+        def so() -> bool | None:
+            self.look()
+            nodes = [node.name for node in self.cluster.running()]
+            return all(self.stood_by[name] >= count for name in nodes) or None
+
+        wait_for("a process that stands by on each node", so)
 
     def last_s(self, generation: int) -> float:
         """When the last step of a generation was done, so far."""
@@ -248,3 +264,28 @@ def round_of(
             t.change(cluster.start_node, 0.0)
         last = t.last_node
         yield "node", t.strike(lambda: cluster.kill_node(last))
+
+
+def slow_round(
+    strategy: str, standby: str, endpoint: str, runs: Path, lease_ttl_s: int
+) -> Generator[tuple[str, Struck]]:
+    """Yields the cases of a script that begins slowly, in one job of two nodes.
+
+    Args:
+        strategy: its name.
+        standby: "auto" or "off"; with the first, blows fall once processes stand by.
+        endpoint: etcd's.
+        runs: directory of logs.
+        lease_ttl_s: seconds of the nodes' leases.
+    """
+    options = ["--strategy", strategy, "--lease-ttl", str(lease_ttl_s), "--standby", standby]
+    with trial(endpoint, runs, options, ["recovery_ours.py", "--begin", str(BEGIN_S)]) as t:
+        cluster = t.cluster
+        for number, case in enumerate(("slow worker", "slow node"), 1):
+            t.steady()
+            if standby == "auto":
+                t.all_stand_by(number)
+            if case == "slow worker":
+                yield case, t.strike(lambda: cluster.kill_worker(t.last_node))
+            else:
+                yield case, t.strike(lambda: cluster.kill_node(t.last_node))

@@ -36,7 +36,7 @@ from elasticzero.ipc.messages import (
     TagStep,
     Withdraw,
 )
-from elasticzero.ipc.standby import LOGS_VARIABLE, stand_by
+from elasticzero.ipc.standby import first_message
 from elasticzero.ipc.thread_location import main_thread
 from elasticzero.log_output import (
     attach_to_stderr,
@@ -158,10 +158,7 @@ class AgentClient:
         if bell is not None:
             os.set_inheritable(int(bell), False)
         channel = Channel(socket.socket(fileno=fd), int(bell) if bell is not None else None)
-        if LOGS_VARIABLE not in os.environ:
-            first = channel.receive()
-        else:
-            first = stand_by(channel)
+        first = first_message(channel)
         if not isinstance(first, Assignment):
             raise OperatorError(f"the agent began with {first!r} and not with an assignment")
         return cls(channel, first)

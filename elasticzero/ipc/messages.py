@@ -141,6 +141,14 @@ class Outdated:
 
     path: str
     """File that is not as it was when the script read it."""
+    stamp: str
+    """What it is now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirm:
+    """Agent to process that stands by: say whether you could be a worker now. The answer is
+    `StandsBy` or `Outdated`; after the first of these only the agent ends the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,6 +442,7 @@ Message = (
     | AwaitsBoundary
     | StandsBy
     | Outdated
+    | Confirm
     | CannotStandBy
     | Attached
     | NetworkTaken

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_FILES = 1000
-"""Number of files that are looked at again at most."""
+"""Number of files that are looked at again at most, besides modules."""
 INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib"))
 """Directories of packages, which do not change while a job runs."""
 WRITES = os.O_WRONLY | os.O_RDWR
@@ -33,8 +33,8 @@ class ScriptFiles:
         """Begins to listen.
 
         Args:
-            report: Is called before the first act that would take a file from somebody, with what
-                the script is about to do.
+            report: Is called before each act that would take a file from somebody, with what the
+                script is about to do. It raises an exception, which keeps the act from happening.
         """
         self._report = report
         self._listens = True
@@ -48,26 +48,32 @@ class ScriptFiles:
     def close(self) -> None:
         """Ends the watch, and adds the modules that were imported meanwhile to what was read."""
         self._listens = False
-        for name in sys.modules.keys() - self._imported_before:
-            path = getattr(sys.modules[name], "__file__", None)
-            if isinstance(path, str):
-                self._note_read(path)
+        for name, module in list(sys.modules.items()):
+            # Not by getattr, at which a module that is loaded late would load.
+            with suppress(AttributeError, TypeError):
+                path = object.__getattribute__(module, "__dict__").get("__file__")
+                if isinstance(path, str) and name not in self._imported_before:
+                    self._note_read(os.path.abspath(path))
 
-    def changed(self) -> str:
-        """Returns a file that is not as it was when the script read it; empty: there is none."""
-        return next((path for path, stamp in self._read.items() if _stamp(path) != stamp), "")
+    def changed(self) -> tuple[str, str] | None:
+        """Returns a file that is not as it was when the script read it, and what it is now; None:
+        there is none."""
+        for path, stamp in self._read.items():
+            if (now := _stamp(path)) != stamp:
+                return path, str(now)
+        return None
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._listens:
             return
         if event == "open":
             self._hear_open(*arguments)
-        elif event == "os.mkdir" and (path := _text(arguments[0])):
+        elif event == "os.mkdir" and (path := _text(arguments[0], arguments[2])):
             self._made.add(path)
-        for act, number in ACTS.get(event, ()):
-            path = _text(arguments[number])
+        for act, number, folder in ACTS.get(event, ()):
+            path = _text(arguments[number], arguments[folder] if folder is not None else None)
             if path and _stamp(path) is not None and not self._is_spared(path):
-                self._tell(f"{act} {path}")
+                self._report(f"{act} {path}")
 
     def _hear_open(self, name: object, mode: object, flags: object) -> None:
         path = _text(name)
@@ -81,11 +87,7 @@ class ScriptFiles:
         elif stamp is None:
             self._made.add(path)
         elif flags & os.O_TRUNC and stamp[1] and not self._is_spared(path):
-            self._tell(f"empties {path}")
-
-    def _tell(self, act: str) -> None:
-        self._listens = False
-        self._report(act)
+            self._report(f"empties {path}")
 
     def _is_spared(self, path: str) -> bool:
         """Returns whether a file is this process's own, or one of a cache that many share."""
@@ -94,29 +96,39 @@ class ScriptFiles:
         return cached or made or path.startswith(self._spared)
 
     def _note_read(self, path: str) -> None:
-        if path in self._read or len(self._read) >= MOST_FILES:
-            return
+        if path in self._read or (self._listens and len(self._read) >= MOST_FILES):
+            return  # modules are noted all the same, when the watch ends
         stamp = _stamp(path)
         passes = path.startswith(PASSING) or any(name in path for name in INSTALLED)
         if stamp is not None and not passes:
             self._read[path] = stamp
 
 
-ACTS: Mapping[str, Sequence[tuple[str, int]]] = {
-    "os.remove": (("removes", 0),),
-    "os.rmdir": (("removes", 0),),
-    "shutil.rmtree": (("removes", 0),),
-    "os.truncate": (("shortens", 0),),
-    "os.rename": (("moves", 0), ("replaces", 1)),
+ACTS: Mapping[str, Sequence[tuple[str, int, int | None]]] = {
+    "os.remove": (("removes", 0, 1),),
+    "os.rmdir": (("removes", 0, 1),),
+    "shutil.rmtree": (("removes", 0, None),),
+    "os.truncate": (("shortens", 0, None),),
+    "os.rename": (("moves", 0, 2), ("replaces", 1, 3)),
 }
-"""What audit events are in words, and the number of the argument that names the file."""
+"""What audit events are in words, the number of the argument that names the file, and that of the
+directory's descriptor from which a relative name begins."""
 
 
-def _text(name: object) -> str:
-    """Returns a path as an absolute one; empty: it is none, as a descriptor."""
+def _text(name: object, folder: object = None) -> str:
+    """Returns a path as an absolute one; empty: it is none, as a descriptor.
+
+    Args:
+        name: The path.
+        folder: Descriptor of the directory that a relative one begins from; another value: it
+            begins from the present one.
+    """
     with suppress(TypeError, ValueError, OSError):
         if isinstance(name, str | bytes | os.PathLike):
-            return os.path.abspath(os.fsdecode(name))
+            path = os.fsdecode(name)
+            if isinstance(folder, int) and folder >= 0:
+                path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
+            return os.path.abspath(path)
     return ""
 
 

@@ -315,9 +315,9 @@ class Agent:
         if (ended := self._reserve.ended()) is None:
             ended = []
             self._replace_server()
-        told = self._reserve.poll(ended, now_s)
-        self.reporter.standing(told, self._reserve.standbys.private_bytes)
-        group = self._group
+        group, standbys = self._group, self._reserve.standbys
+        told = standbys.poll(ended, now_s, group.script_s if group is not None else None)
+        self.reporter.standing(told, standbys.private_bytes)
         if group is not None:
             heard = group.poll_messages(now_s, ended)
             self.reporter.received(group, heard, now_s)

@@ -455,7 +455,7 @@ class WorkerGroup:
 
     def _note_attached(self, worker: Worker, now_s: float) -> None:
         """Notes that a worker's script has called `elasticzero.run`."""
-        if worker.forked:
+        if worker.from_beginning:
             self.script_s = max(self.script_s or 0.0, now_s - self.started_s)
         self._record(worker, Event.ATTACHED)
         if self._view.requested:

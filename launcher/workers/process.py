@@ -63,9 +63,8 @@ class Worker:
     exit_code: int | None = None
     ended_s: float = 0.0
     """Time at which its process had ended; 0: it has not."""
-    forked: bool = True
-    """True if its process was forked for this generation, and so runs the script from its
-    beginning."""
+    from_beginning: bool = True
+    """True if its process has run the script from its beginning for this generation."""
     switched: bool = False
     """True if it has entered a generation inside its loop since this group's agent prepared it."""
 
@@ -243,8 +242,9 @@ def fork_standby(
     )
     try:
         pid, _ = server.start(standby_launch, fds)
-    except ChannelClosed:
+    except BaseException:
         os.close(outputs[0])
+        agent_socket.close()
         raise
     finally:
         for fd in (*opened, *outputs[1:]):
@@ -293,7 +293,7 @@ def reassign(old: Worker, assignment: Assignment, store_fd: int | None) -> Worke
         _size(old.log),
         stdout_log=old.stdout_log,
         stdout_start=0 if old.stdout_log is None else _size(old.stdout_log),
-        forked=False,
+        from_beginning=False,
     )
 
 

@@ -97,6 +97,7 @@ def play(
     faults: int,
     mean_gap_s: float,
     options: Sequence[str] = (),
+    begin_s: float = 0.0,
 ) -> None:
     """Train for longer than the faults last, through all of them, and compare."""
     dice = random.Random(seed)
@@ -106,7 +107,7 @@ def play(
     arguments = ["--nnodes", f"1:{NODES}", "--lease-ttl", "2", "--strategy", *options]
     arguments += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", "10"]
     arguments += ["--max-restarts", "20", str(REGRESSION), "--epochs", str(epochs)]
-    arguments += ["--pause", str(STEP_S)]
+    arguments += ["--pause", str(STEP_S), "--slow-start", str(begin_s)]
     place = networks.place if networks is not None else on_loopback
     address = networks.address if networks is not None else "127.0.0.1"
     with (
@@ -159,6 +160,15 @@ def test_seeds_with_state_within_nodes(
 ) -> None:
     options = (strategy, *NODE)
     play(seed, tmp_path, job, networks, faults=8, mean_gap_s=2.5, options=options)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(23, 29))
+def test_seeds_of_a_script_for_which_processes_stand_by(
+    seed: int, tmp_path: Path, job: str, networks: Networks | None
+) -> None:
+    play(seed, tmp_path, job, networks, faults=8, mean_gap_s=4.0, begin_s=0.8)
 
 
 @pytest.mark.chaos

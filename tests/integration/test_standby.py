@@ -99,12 +99,31 @@ def test_a_spare_node_comes_in_with_what_stood_by(
 ODD_BEGINS = {
     "its rank": ('rank = int(os.environ["RANK"])', "looks at RANK before elasticzero.run"),
     "all variables": ("copy = {**os.environ}", "looks at all variables of the environment before"),
+    "a process": (
+        "import subprocess; child = subprocess.Popen(['sleep', '100'])",
+        "starts a process that still runs at elasticzero.run",
+    ),
+    "a lock": (
+        "def begin():\n"
+        "    lock = sys.argv[1] + '-lock'\n"
+        "    while True:\n"
+        "        try:\n"
+        "            open(lock, 'x')\n"
+        "            break\n"
+        "        except FileExistsError: time.sleep(0.05)\n"
+        "    try:\n"
+        "        os.environ.copy()\n"
+        "    finally:\n"
+        "        os.remove(lock)\n"
+        "begin()",
+        "looks at all variables of the environment before",
+    ),
     "removes": (
         "import shutil; shutil.rmtree(sys.argv[1] + '-results', ignore_errors=True)\n"
         "os.makedirs(sys.argv[1] + '-results')",
         "removes ",
     ),
-    "an end": ("", "it ends before elasticzero.run, with exit code 3: no data today"),
+    "an end": ("", "it ends by itself, with exit code 3: no data today"),
 }
 ODD = """
 import os, sys, time

@@ -42,7 +42,8 @@ from elasticzero.ipc.channel import (
     ChannelClosed,
 )
 from elasticzero.ipc.failure import Failed
-from elasticzero.ipc.messages import CannotStandBy, Message, ScriptEnded
+from elasticzero.ipc.messages import Message, ScriptEnded
+from elasticzero.ipc.rank_variables import leave_world_variables
 from elasticzero.launcher import secrets
 from elasticzero.launcher.workers.forking.preload import Preload, Unforkable, import_modules
 from elasticzero.launcher.workers.forking.requests import (
@@ -56,7 +57,14 @@ from elasticzero.launcher.workers.forking.requests import (
 )
 from elasticzero.launcher.workers.forking.script_exit import exit_process
 from elasticzero.log_output import keep_write_errors, missing_output, reported
-from elasticzero.processes import adopt_orphans, die_with_parent, kill_descendants, kill_strays
+from elasticzero.processes import (
+    STANDBY_NAME,
+    adopt_orphans,
+    die_with_parent,
+    kill_descendants,
+    kill_strays,
+    set_name,
+)
 from elasticzero.security.certificates import contexts_of
 from elasticzero.serialization import RecordError, decode, parse_json
 
@@ -259,6 +267,8 @@ def _fork(sock: socket.socket, launch: Launch, fds: list[int], wake: tuple[int, 
         _lead_process_group(pid)
         return pid
     try:
+        if launch.stands_by:
+            set_name(STANDBY_NAME)
         die_with_parent(server)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGCONT, signal.SIGTERM):
@@ -344,7 +354,8 @@ def _run_target(launch: Launch, fds: list[int]) -> NoReturn:
     with suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()
-    rank = launch.environment.get("RANK", "0")
+    leave_world_variables()  # of a process that stood by its rank is known by now
+    rank = os.environ.get("RANK", "0")
     exit_process(code, rank, launch.exit_timeout_s, lambda: _report_end(fds[1], fds[2], code))
 
 
@@ -357,22 +368,16 @@ def _import_from(directory: str) -> None:
 
 
 def _begin_standby(channel_fd: int, wakeup_fd: int, logs: list[int]) -> None:
-    """Has this process wait for a rank at `elasticzero.run`, and end where the script looks for its
-    world before.
+    """Has this process wait for a rank at `elasticzero.run`, and watches its script until then.
 
     Args:
         channel_fd: Descriptor of its end of the channel.
         wakeup_fd: Descriptor of the pipe that wakes the agent.
         logs: Descriptors of the logs of its worker.
     """
-    from elasticzero.ipc.standby import LOGS_VARIABLE, begin_standby
+    from elasticzero.ipc.standby import begin_standby
 
-    def leave(reason: str) -> NoReturn:
-        _report(channel_fd, wakeup_fd, CannotStandBy(reason=reason))
-        os._exit(0)
-
-    os.environ[LOGS_VARIABLE] = ",".join(map(str, logs))
-    begin_standby(leave)
+    begin_standby(lambda message: _report(channel_fd, wakeup_fd, message), logs)
 
 
 def _execute(launch: Launch, fds: list[int]) -> NoReturn:

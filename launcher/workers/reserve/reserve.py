@@ -4,7 +4,7 @@ before that may go on, and processes that stand by."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 
 from elasticzero.ipc.channel import ChannelClosed
 from elasticzero.launcher.protocol.view import View
@@ -12,7 +12,7 @@ from elasticzero.launcher.workers.forking.client import ForkServer
 from elasticzero.launcher.workers.group import WorkerGroup
 from elasticzero.launcher.workers.process import Worker, kill_all
 from elasticzero.launcher.workers.reserve.standby_rules import StandbyFacts, StandbyMode
-from elasticzero.launcher.workers.reserve.standbys import Standbys, Standing
+from elasticzero.launcher.workers.reserve.standbys import Standbys
 from elasticzero.processes import ram
 
 LOOK_S = 0.5
@@ -23,7 +23,8 @@ def trains(view: View) -> bool:
     """Returns whether the workers of this node train, and no change of the world is under way."""
     state = view.workers
     changing = view.round_s is not None or view.proposal is not None or state.prepared is not None
-    return state.restored and state.failure is None and not (changing or view.leaving)
+    ends = view.leaving or view.done is not None
+    return state.restored and state.failure is None and not (changing or ends)
 
 
 def waits(view: View) -> bool:
@@ -62,18 +63,9 @@ class Reserve:
     def replace_server(self) -> None:
         """Starts another fork server; raises `OSError` where the machine has no room for one now. A
         closed server is found dead at the next look."""
+        self.standbys.forget_all()
         self.server.close()
-        self.standbys.end_all()
         self.server = self._start_server()
-
-    def poll(self, ended: Sequence[tuple[int, int]], now_s: float) -> list[Standing]:
-        """Returns what has become of the processes that stand by; does not wait.
-
-        Args:
-            ended: Process id and exit code of each process of this node that has ended.
-            now_s: Present time, on the monotonic clock.
-        """
-        return self.standbys.poll(ended, now_s)
 
     def turn(self, view: View, group: WorkerGroup | None, mode: StandbyMode, now_s: float) -> None:
         """Starts a process that stands by, or ends them, if that is to be.
@@ -131,5 +123,5 @@ class Reserve:
 
     def close(self) -> None:
         """Ends all processes."""
-        self.standbys.end_all()
+        self.standbys.close()
         self.server.close()

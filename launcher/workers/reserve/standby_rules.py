@@ -5,17 +5,19 @@ that is lost, or of one that ends with its generation. Another begins only if no
 the first that holds is the reason:
  SY1  --standby is off.
  SY2  Workers are programs that are executed without Python, which nothing can hold.
- SY3  A process has shown that this script cannot be held: before `elasticzero.run` it looks for its
-      rank, or removes or empties a file, which the training beside it may need; or it has ended
-      MOST_DEATHS times before it came there; or a file that it reads has changed MOST_CHANGES
-      times, of which each needs another process.
+ SY3  A process has shown that this script cannot be held: before `elasticzero.run` it looks at a
+      variable of its world, or takes away a file that was there before, which the training beside
+      it may need, or starts a process that stays, or uses the GPU. Or processes have ended by
+      themselves MOST_DEATHS times; or files that they had read have changed MOST_CHANGES times; or
+      they were ended because memory was exhausted.
  SY4  The workers have trained for less than SETTLED_S, or the world is about to change: what begins
       now would take the cores that they need. A spare node has waited for that long.
  SY5  The script comes to `elasticzero.run` within WORTH_S, and uses no GPU: there is nothing to
       gain. A spare node does not know that, and has nothing else to do.
  SY6  Less than SCARCE of the machine's memory is available.
  SY7  Another one has begun, and is not there yet.
-Those that stand by are ended where less than EXHAUSTED of the memory is available.
+Those that stand by are ended where less than EXHAUSTED of the memory is available. The kernel ends
+them first, too, where it has to end a process.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ WORTH_S = 0.5
 SCARCE, EXHAUSTED = 0.1, 0.05
 """Shares of the machine's memory that are still available."""
 MOST_DEATHS, MOST_CHANGES = 3, 10
+"""Numbers for one run of the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

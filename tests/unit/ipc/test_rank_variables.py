@@ -42,6 +42,8 @@ LOOKS: dict[str, Callable[[], object]] = {
     "set": lambda: os.environ.__setitem__("RANK", "0"),
     "update": lambda: os.environ.update(RANK="0"),
     "pop": lambda: os.environ.pop("RANK", None),
+    "bytes": lambda: os.environb.get(b"RANK"),
+    "getenvb": lambda: os.getenvb(b"RANK"),
     "delete": lambda: fails(lambda: os.environ.__delitem__("RANK")),
 }
 WHOLE: dict[str, Callable[[], object]] = {
@@ -53,6 +55,7 @@ WHOLE: dict[str, Callable[[], object]] = {
     "values": lambda: list(os.environ.values()),
     "keys": lambda: list(os.environ.keys()),
     "equal": lambda: os.environ == {},
+    "copy of bytes": lambda: os.environb.copy(),
 }
 
 

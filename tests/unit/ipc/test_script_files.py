@@ -21,7 +21,8 @@ files = ScriptFiles(report)
 exec(sys.argv[1])
 files.close()
 exec(sys.argv[2])
-print(f"changed: {files.changed().replace(os.getcwd() + '/', '')}")
+changed = (files.changed() or ("",))[0]
+print(f"changed: {changed.replace(os.getcwd() + '/', '')}")
 """
 TAKES = {
     "os.remove('kept')": "removes kept",
@@ -34,6 +35,7 @@ TAKES = {
     "os.rename('kept', 'other')": "moves kept",
     "open('mine', 'w').close(); os.replace('mine', 'kept')": "replaces kept",
     "shutil.move('folder', 'elsewhere')": "moves folder",
+    "os.remove('inside', dir_fd=os.open('folder', os.O_RDONLY))": "removes folder/inside",
 }
 LEAVES = (
     "open('kept').read(); Path('kept').exists(); os.listdir('folder')",
@@ -41,8 +43,10 @@ LEAVES = (
     "open('new', 'w').write('x'); open('new', 'w').write('y'); os.remove('new')",
     "os.mkdir('made'); open('made/a', 'w').write('x'); shutil.rmtree('made')",
     "os.makedirs('a/b/c', exist_ok=True); open('a/b/c/d', 'w').write('x'); os.remove('a/b/c/d')",
+    "made = tempfile.TemporaryDirectory(); open(made.name + '/kept', 'w'); made.cleanup()",
     "tempfile.NamedTemporaryFile().close(); tempfile.TemporaryDirectory().cleanup()",
     "import other",
+    "sys.modules['odd'] = type('Odd', (), {'__getattr__': lambda self, name: 1 / 0})()",
     "open('a.lock', 'w').write('x'); open('a.lock', 'w')",
     "subprocess.run(['true'], stdout=subprocess.DEVNULL)",
 )

@@ -20,31 +20,55 @@ from elasticzero.ipc.standby import GpuTaken, make_gpu_context
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_its_output_goes_to_the_worker_s_logs(separate: bool, tmp_path: Path) -> None:
-    """What was printed before, and what follows, also by a child and without Python's buffers."""
+    """What was printed before, and what follows, also by a child, without Python's buffers, and by
+    a copy of the descriptor; what the script has redirected stays so."""
     code = f"""
         import os, subprocess, sys
         from elasticzero.ipc.standby import take_logs
-        own = os.memfd_create("own")
-        os.dup2(own, 2)
-        os.dup2(os.memfd_create("stdout") if {separate} else own, 1)
+        output = os.memfd_create("output")
+        os.dup2(output, 2)
+        os.dup2(os.memfd_create("stdout") if {separate} else output, 1)
         names = ["err", "out"] if {separate} else ["err"]
         logs = [os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for name in names]
+        outputs = [os.dup(number) for number in (2, 1)[:len(names)]]
         print("out 1", flush=True)
         print("err 1", file=sys.stderr, flush=True)
+        copy = os.dup(2)
         print("out 2")
-        take_logs(logs)
+        take_logs(outputs, logs)
         print("out 3", flush=True)
         subprocess.run(["sh", "-c", "echo err 2 >&2"], check=True)
+        os.write(copy, b"err 3\\n")
     """
     (tmp_path / "err").write_text("of the worker before\n")
     command = [sys.executable, "-c", textwrap.dedent(code)]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
-    before = "of the worker before\n"
+    before, text = "of the worker before\n", (tmp_path / "err").read_text()
     if separate:
-        assert (tmp_path / "err").read_text() == before + "err 1\nerr 2\n"
+        assert text == before + "err 1\nerr 2\nerr 3\n"
         assert (tmp_path / "out").read_text() == "out 1\nout 2\nout 3\n"
     else:
-        assert (tmp_path / "err").read_text() == before + "out 1\nerr 1\nout 2\nout 3\nerr 2\n"
+        assert text == before + "out 1\nerr 1\nout 2\nout 3\nerr 2\nerr 3\n"
+
+
+def test_what_a_script_has_redirected_stays(tmp_path: Path) -> None:
+    code = """
+        import os
+        from elasticzero.ipc.standby import take_logs
+        output = os.memfd_create("output")
+        for number in (1, 2):
+            os.dup2(output, number)
+        kept = [os.dup(2)]
+        os.write(1, b"before\\n")
+        os.dup2(os.open("mine", os.O_WRONLY | os.O_CREAT), 1)
+        take_logs(kept, [os.open("err", os.O_WRONLY | os.O_APPEND | os.O_CREAT)])
+        os.write(1, b"to mine\\n")
+        os.write(2, b"to the log\\n")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    assert (tmp_path / "mine").read_text() == "to mine\n"
+    assert (tmp_path / "err").read_text() == "before\nto the log\n"
 
 
 def test_it_runs_where_cores_rest_and_then_like_others() -> None:
