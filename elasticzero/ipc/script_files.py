@@ -82,10 +82,10 @@ class ScriptFiles:
         if os.path.isdir(path):
             return
         stamp = _stamp(path)
-        if not flags & WRITES:
+        if stamp is None:
+            self._made.update({path} if flags & os.O_CREAT else ())
+        elif not flags & WRITES:
             self._note_read(path)
-        elif stamp is None:
-            self._made.add(path)
         elif flags & os.O_TRUNC and stamp[1] and not self._is_spared(path):
             self._report(f"empties {path}")
 

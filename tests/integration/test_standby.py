@@ -108,7 +108,7 @@ ODD_BEGINS = {
         "    lock = sys.argv[1] + '-lock'\n"
         "    while True:\n"
         "        try:\n"
-        "            open(lock, 'x')\n"
+        "            os.close(os.open(lock, os.O_CREAT | os.O_EXCL))\n"
         "            break\n"
         "        except FileExistsError: time.sleep(0.05)\n"
         "    try:\n"

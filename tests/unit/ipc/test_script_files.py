@@ -46,6 +46,7 @@ LEAVES = (
     "made = tempfile.TemporaryDirectory(); open(made.name + '/kept', 'w'); made.cleanup()",
     "tempfile.NamedTemporaryFile().close(); tempfile.TemporaryDirectory().cleanup()",
     "import other",
+    "os.close(os.open('baton', os.O_CREAT | os.O_EXCL)); os.remove('baton')",
     "sys.modules['odd'] = type('Odd', (), {'__getattr__': lambda self, name: 1 / 0})()",
     "open('a.lock', 'w').write('x'); open('a.lock', 'w')",
     "subprocess.run(['true'], stdout=subprocess.DEVNULL)",
