@@ -26,7 +26,7 @@ def measured(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_rounds_in_which_torchrun_hangs_are_left_out(root: Path) -> None:
     """Here it has no time to begin with: two real torchruns are started, and given up."""
     completed = measured(
-        root, "--rounds", "0", "--rest", "0", "--pairs", "0", "--peer-timeout", "0.01"
+        root, "--rounds=0", "--slow=0", "--rest=0", "--pairs=0", "--peer-timeout=0.01"
     )
     assert completed.stderr.count("going on without it") == 2, completed.stderr
     assert completed.stdout.splitlines() == [
@@ -38,5 +38,6 @@ def test_rounds_in_which_torchrun_hangs_are_left_out(root: Path) -> None:
 
 def test_steps_with_and_without_a_session_take_turns(root: Path) -> None:
     """The strategy alone steps an optimizer that the session beside it must not refuse."""
-    options = ["--rounds=0", "--peer=0", "--rest=0", "--pairs=1", "--strategies=zero1"]
+    options = ["--rounds=0", "--slow=0", "--peer=0", "--rest=0", "--pairs=1"]
+    options += ["--strategies=zero1"]
     assert "its strategy alone" in measured(root, *options).stdout

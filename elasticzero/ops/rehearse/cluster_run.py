@@ -146,6 +146,8 @@ class FaultedJob:
             "0",
             "--preemption",
             "none",
+            "--standby",
+            "off",
         ]
         options += ["--nnodes", f"{run.world}:{run.world}", "--nproc-per-node", "1"]
         options += ["--strategy", run.strategy, "--snapshot-every", "1"]
