@@ -124,6 +124,8 @@ class Attached:
     """Worker to agent: the script called `elasticzero.run`; the worker will obey requests."""
 
     pid: int
+    resident_bytes: int = 0
+    """Memory that the process has in RAM; 0: not stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

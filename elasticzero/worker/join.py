@@ -27,6 +27,7 @@ from elasticzero.ipc.agent_client import AgentClient, exit_now
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import Attached
+from elasticzero.processes import resident_bytes
 from elasticzero.serialization import decode, encode, parse_json
 from elasticzero.text import print_foreign
 from elasticzero.worker import nccl_log
@@ -94,7 +95,7 @@ def _set_up_process(link: AgentClient) -> None:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // a.local_world_size))
     _ignore_sigterm()
-    link.send(Attached(pid=os.getpid()))
+    link.send(Attached(pid=os.getpid(), resident_bytes=resident_bytes()))
     link.on_abort(lambda: exit_now(ExitCode.LEFT))
 
 

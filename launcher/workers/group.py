@@ -131,6 +131,8 @@ class WorkerGroup:
     """Number of workers that run in a process that stood by for them."""
     script_s: float | None = None
     """Seconds from a worker's fork to `elasticzero.run`, the longest; None: not known."""
+    script_bytes: int = 0
+    """Most memory that a worker had in RAM there; 0: not known."""
     on_gpu: bool = False
     """True if a worker trains on a GPU."""
     _entered: str = ""
@@ -408,8 +410,8 @@ class WorkerGroup:
         else:
             self.progress_monitor.note(worker.rank, message, now_s)
         match message:
-            case Attached():
-                self._note_attached(worker, now_s)
+            case Attached(resident_bytes=resident_bytes):
+                self._note_attached(worker, resident_bytes, now_s)
                 if self._view.aborted_s is not None:
                     worker.send(Abort(reason="the generation is over"))
             case AwaitsBoundary():
@@ -453,10 +455,11 @@ class WorkerGroup:
             case _:
                 pass
 
-    def _note_attached(self, worker: Worker, now_s: float) -> None:
-        """Notes that a worker's script has called `elasticzero.run`."""
+    def _note_attached(self, worker: Worker, resident_bytes: int, now_s: float) -> None:
+        """Notes that a worker's script has called `elasticzero.run`, and what it takes by then."""
         if worker.from_beginning:
             self.script_s = max(self.script_s or 0.0, now_s - self.started_s)
+            self.script_bytes = max(self.script_bytes, resident_bytes)
         self._record(worker, Event.ATTACHED)
         if self._view.requested:
             worker.send(Request(flags=self._view.requested))

@@ -84,7 +84,6 @@ class Reserve:
             self._settled_s = None
         elif self._settled_s is None:
             self._settled_s = now_s
-        memory = ram()
         facts = StandbyFacts(
             mode=mode,
             is_program=self.standbys.launch.is_program,
@@ -93,7 +92,8 @@ class Reserve:
             is_spare=is_spare,
             script_s=None if group is None else group.script_s,
             on_gpu=group is not None and group.on_gpu,
-            available_share=memory.available_bytes / memory.total_bytes,
+            memory=ram(),
+            script_bytes=0 if group is None else group.script_bytes,
             beginning=self.standbys.beginning,
         )
         try:

@@ -14,7 +14,8 @@ the first that holds is the reason:
       now would take the cores that they need. A spare node has waited for that long.
  SY5  The script comes to `elasticzero.run` within WORTH_S, and uses no GPU: there is nothing to
       gain. A spare node does not know that, and has nothing else to do.
- SY6  Less than SCARCE of the machine's memory is available.
+ SY6  Less than SCARCE of the memory of the machine, or of the container, is available, or less than
+      ROOM_FACTOR times what a worker had taken at `elasticzero.run`.
  SY7  Another one has begun, and is not there yet.
 Those that stand by are ended where less than EXHAUSTED of the memory is available. The kernel ends
 them first, too, where it has to end a process.
@@ -22,14 +23,17 @@ them first, too, where it has to end a process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from elasticzero.processes import Ram
 
 StandbyMode = Literal["auto", "off"]
 SETTLED_S = 2.0
 WORTH_S = 0.5
 SCARCE, EXHAUSTED = 0.1, 0.05
 """Shares of the machine's memory that are still available."""
+ROOM_FACTOR = 2.0
 MOST_DEATHS, MOST_CHANGES = 3, 10
 """Numbers for one run of the agent."""
 
@@ -48,8 +52,9 @@ class StandbyFacts:
     script_s: float | None = None
     """Seconds from a worker's fork to `elasticzero.run`; None: not known."""
     on_gpu: bool = False
-    available_share: float = 1.0
-    """Share of the machine's memory that is available."""
+    memory: Ram = field(default_factory=lambda: Ram(1, 1))
+    script_bytes: int = 0
+    """Memory that a worker had in RAM at `elasticzero.run`; 0: not known."""
     beginning: bool = False
     """True if a process has begun and is not there yet."""
 
@@ -67,11 +72,12 @@ def reason_for_none(facts: StandbyFacts) -> str:
     gains = facts.on_gpu or facts.script_s is None or facts.script_s >= WORTH_S
     if not facts.is_spare and not gains:
         return f"the script comes to elasticzero.run in {facts.script_s:.1f} s"
-    if facts.available_share < SCARCE:
+    available_bytes = facts.memory.available_bytes
+    if available_bytes < max(SCARCE * facts.memory.total_bytes, ROOM_FACTOR * facts.script_bytes):
         return "memory is short"
     return "another one has begun" if facts.beginning else ""
 
 
 def must_end(facts: StandbyFacts) -> bool:
     """Returns whether those that stand by must end, to free their memory."""
-    return facts.available_share < EXHAUSTED
+    return facts.memory.available_bytes < EXHAUSTED * facts.memory.total_bytes

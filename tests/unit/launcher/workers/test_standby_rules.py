@@ -12,6 +12,7 @@ from elasticzero.launcher.workers.reserve.standby_rules import (
     must_end,
     reason_for_none,
 )
+from elasticzero.processes import Ram
 
 SLOW_SCRIPT = StandbyFacts(settled_s=5.0, script_s=3.0)
 
@@ -29,7 +30,9 @@ SLOW_SCRIPT = StandbyFacts(settled_s=5.0, script_s=3.0)
         ({"script_s": 0.2, "on_gpu": True}, ""),
         ({"script_s": 0.2, "is_spare": True}, ""),
         ({"script_s": None}, ""),
-        ({"available_share": 0.09}, "memory is short"),
+        ({"memory": Ram(9, 100)}, "memory is short"),
+        ({"memory": Ram(50, 100), "script_bytes": 26}, "memory is short"),
+        ({"memory": Ram(50, 100), "script_bytes": 24}, ""),
         ({"beginning": True}, "another one has begun"),
     ],
 )
@@ -39,5 +42,5 @@ def test_the_first_reason_counts(facts: dict[str, Any], reason: str) -> None:
 
 def test_those_that_wait_end_where_memory_is_exhausted() -> None:
     """Later than none begins any more, so that they do not come and go."""
-    assert not must_end(replace(SLOW_SCRIPT, available_share=0.06))
-    assert must_end(replace(SLOW_SCRIPT, available_share=0.04))
+    assert not must_end(replace(SLOW_SCRIPT, memory=Ram(6, 100)))
+    assert must_end(replace(SLOW_SCRIPT, memory=Ram(4, 100)))

@@ -26,7 +26,7 @@ from elasticzero.launcher.workers.reserve.standby_rules import (
     StandbyFacts,
 )
 from elasticzero.launcher.workers.reserve.standbys import LEAST_LIMIT_S, LEAVE_S, Standbys
-from elasticzero.processes import is_alive
+from elasticzero.processes import Ram, is_alive
 from tests.support.deadlines import patience
 
 NEEDED = StandbyFacts(settled_s=10.0, script_s=3.0)
@@ -190,7 +190,7 @@ def test_one_that_does_not_arrive_is_interrupted(node: Node) -> None:
 
 def test_exhausted_memory_ends_all_for_good(node: Node) -> None:
     node.all_wait(1)
-    facts = StandbyFacts(settled_s=10.0, script_s=3.0, available_share=0.01)
+    facts = StandbyFacts(settled_s=10.0, script_s=3.0, memory=Ram(1, 100))
     node.standbys.turn(cast(Any, node), facts, node.now_s)
     assert node.poll() == ["memory is exhausted"] and node.ends_by(0) == signal.SIGKILL
 
