@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recovery_costs import at_rest, overhead
 from recovery_peer import torchrun
-from recovery_report import CASES, Report, Row
+from recovery_report import CASES, NO_STANDBY, Report, Row
 from recovery_trial import BEGIN_S, GIVE_UP_S, NotDone, Struck, round_of, slow_round
 
 from elasticzero.launcher.store.etcd.server import EtcdServer
@@ -45,7 +45,7 @@ def struck(
                 say(f"round {number + 1}: {strategy}, {case}: {one.seconds:.3f} s")
     for number in range(options.slow):
         for strategy in strategies:
-            for standby, label in (("auto", strategy), ("off", f"{strategy}, no standby")):
+            for standby, label in (("auto", strategy), ("off", strategy + NO_STANDBY)):
                 for case, one in slow_round(strategy, standby, endpoint, runs, options.lease_ttl):
                     blows[case, label].append(one)
                     say(f"slow round {number + 1}: {label}, {case}: {one.seconds:.3f} s")
@@ -64,7 +64,7 @@ def struck(
     rows = [
         Row(case=case, launcher=launcher, found=tuple(blows[case, launcher]))
         for case in CASES
-        for launcher in [*strategies, *(f"{name}, no standby" for name in strategies), "torchrun"]
+        for launcher in [*strategies, *(name + NO_STANDBY for name in strategies), "torchrun"]
         if blows.get((case, launcher))
     ]
     return rows, dict(hung)

@@ -35,6 +35,8 @@ MOST_ABOVE_S, MOST_ABOVE_ZERO3_S, MOST_ABOVE_GPU_S = 0.06, 0.15, 0.1
 """Most seconds by which the largest gap near a planned change is longer than a usual step."""
 MOST_SLOWED_S = 0.15
 """Most seconds by which the steps near a planned change are slower than usual, in sum."""
+NO_STANDBY = ", no standby"
+"""End of the name of a strategy for which no process stands by: its rows are to compare with."""
 MOST_CORES = 0.01
 MOST_BYTES = 80 << 20
 MOST_SHARE = 0.01
@@ -107,7 +109,7 @@ class Report:
         ]
         peers = {row.case: row.median_s for row in self.rows if row.launcher == "torchrun"}
         for row in self.rows:
-            theirs = row.launcher == "torchrun"
+            theirs = row.launcher == "torchrun" or row.launcher.endswith(NO_STANDBY)
             most_s = self.most_s(row.case)
             ratio = f"{peers[row.case] / row.median_s:.1f}" if row.case in peers else "-"
             redone = "-" if theirs else str(max(struck.recomputed for struck in row.found))
