@@ -316,7 +316,7 @@ class Agent:
             ended = []
             self._replace_server()
         group, standbys = self._group, self._reserve.standbys
-        told = standbys.poll(ended, now_s, group.script_s if group is not None else None)
+        told = standbys.poll(ended, now_s, self._reserve.script_s)
         self.reporter.standing(told, standbys.private_bytes)
         if group is not None:
             heard = group.poll_messages(now_s, ended)

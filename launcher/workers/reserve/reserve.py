@@ -51,6 +51,9 @@ class Reserve:
         self._settled_s: float | None = None
         """Time since which the workers train, or a spare node waits; None: neither."""
         self._looked_s = -math.inf
+        self.script_s: float | None = None
+        """Seconds from a worker's fork to `elasticzero.run`, when it was last seen; None: never."""
+        self._script_bytes = 0
 
     def ended(self) -> list[tuple[int, int]] | None:
         """Returns process id and exit code of each process that has ended since the last call; None
@@ -79,6 +82,8 @@ class Reserve:
         if mode == "off" or now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
+        if group is not None and group.script_s is not None:
+            self.script_s, self._script_bytes = group.script_s, group.script_bytes
         is_spare = group is None and waits(view)
         if not is_spare and (group is None or not trains(view)):
             self._settled_s = None
@@ -90,10 +95,10 @@ class Reserve:
             refused=self.standbys.refused,
             settled_s=None if self._settled_s is None else now_s - self._settled_s,
             is_spare=is_spare,
-            script_s=None if group is None else group.script_s,
+            script_s=self.script_s,
             on_gpu=group is not None and group.on_gpu,
             memory=ram(),
-            script_bytes=0 if group is None else group.script_bytes,
+            script_bytes=self._script_bytes,
             beginning=self.standbys.beginning,
         )
         try:
