@@ -192,6 +192,7 @@ def save_whole(
         saved = {"model": weights, "optimizer": state, "next": following}
         torch.save(saved, out / "whole.pt")
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def deepspeed(stage: int, out: Path) -> None:
@@ -269,6 +270,7 @@ def megatron(out: Path) -> None:
     step()
     after = {names[n]: p.detach().clone() for n, p in model.named_parameters()}
     torch.save({"model": before, "next": after}, out / "whole.pt")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -291,6 +293,3 @@ if __name__ == "__main__":
             megatron(folder)
         case _:
             deepspeed(int(kind[-1]), folder)
-    if dist.is_initialized():
-        sys.stdout.flush()
-        os._exit(0)  # gloo of torch 2.13 sometimes aborts where its group is destroyed
