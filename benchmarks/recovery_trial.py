@@ -75,7 +75,7 @@ class Trial:
     ended_s: dict[int, float] = field(default_factory=dict)
     """By process id: when its agent heard of a worker's end."""
     stood_by: Counter[str] = field(default_factory=Counter)
-    """By node: how many processes have come to stand by so far."""
+    """Maps a node to the number of its processes that have come to stand by so far."""
 
     def look(self) -> None:
         for node, event in self.cluster.events():

@@ -144,7 +144,7 @@ class Outdated:
     path: str
     """File that is not as it was when the script read it."""
     stamp: str
-    """What it is now."""
+    """Time of its last change, and its size, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

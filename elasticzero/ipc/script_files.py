@@ -111,8 +111,8 @@ ACTS: Mapping[str, Sequence[tuple[str, int, int | None]]] = {
     "os.truncate": (("shortens", 0, None),),
     "os.rename": (("moves", 0, 2), ("replaces", 1, 3)),
 }
-"""What audit events are in words, the number of the argument that names the file, and that of the
-directory's descriptor from which a relative name begins."""
+"""Maps an audit event to the act in words, the number of the argument that names the file, and that
+of the directory's descriptor from which a relative name begins."""
 
 
 def _text(name: object, folder: object = None) -> str:

@@ -136,7 +136,7 @@ class Standby:
 
 
 _standbys: list[Standby] = []
-"""What this process holds while it stands by; empty in all others."""
+"""Holds one element in a process that stands by, and none in all others."""
 
 
 def begin_standby(tell: Callable[[Message], None], logs: Sequence[int]) -> None:

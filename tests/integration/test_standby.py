@@ -14,6 +14,7 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import STANDBY_NAME, descendants, name_of
 from tests.integration.clusters import REGRESSION, Story, story
 from tests.integration.test_elastic_training import check_samples, check_weights
+from tests.integration.test_worker_reuse import starts
 from tests.support.cases import slow
 
 SLOW = ["--slow-start", "0.8"]
@@ -23,10 +24,6 @@ STRATEGIES = ("ddp", slow("zero1"), slow("zero2"), slow("zero3"))
 
 def standing(told: Story, node: str) -> list[dict[str, Any]]:
     return [e for name, e in told.told if name == node and e["event"] == "standing"]
-
-
-def starts(told: Story, node: str) -> list[dict[str, Any]]:
-    return [e for name, e in told.told if name == node and e["event"] == "started"]
 
 
 def standbys_of(told: Story, node: int) -> list[int]:
@@ -96,6 +93,18 @@ def test_a_spare_node_comes_in_with_what_stood_by(
     check_weights(tmp_path / "checkpoints", reference)
 
 
+TRAIN = """
+def train(session):
+    print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, {os.environ['MASTER_PORT']}")
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = session.prepare(model, lambda p: torch.optim.SGD(p, lr=0.1))
+    session.restore()
+    data = torch.utils.data.TensorDataset(torch.ones(64, 4))
+    for x, in session.batches(data, global_batch=2, epochs=3):
+        session.backward(model(x).mean())
+        session.step()
+        time.sleep(0.1)
+"""
 ODD_BEGINS = {
     "its rank": ('rank = int(os.environ["RANK"])', "looks at RANK before elasticzero.run"),
     "all variables": ("copy = {**os.environ}", "looks at all variables of the environment before"),
@@ -136,17 +145,6 @@ if {ends} and os.path.exists(sys.argv[1]):
 open(sys.argv[1], "a").close()
 {first}
 
-def train(session):
-    model = torch.nn.Linear(4, 1)
-    model, optimizer = session.prepare(model, lambda p: torch.optim.SGD(p, lr=0.1))
-    session.restore()
-    data = torch.utils.data.TensorDataset(torch.ones(64, 4))
-    for x, in session.batches(data, global_batch=2, epochs=3):
-        session.backward(model(x).mean())
-        session.step()
-        time.sleep(0.1)
-
-ez.run(train)
 """
 
 
@@ -157,7 +155,7 @@ def test_a_script_that_cannot_be_held_trains_as_before(
 ) -> None:
     first, reason = ODD_BEGINS[kind]
     script = tmp_path / "odd.py"
-    script.write_text(ODD.format(first=first, ends=kind == "an end"))
+    script.write_text(ODD.format(first=first, ends=kind == "an end") + TRAIN + "ez.run(train)\n")
     arguments = ["--nnodes", "1", str(script), str(tmp_path / "began")]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
         told.wait("the reason", lambda: standing(told, "node-0"))
@@ -199,21 +197,14 @@ print("a line of stdout")
 print("a line of stderr", file=sys.stderr)
 time.sleep(0.8)
 import torch, elasticzero as ez
-
-def train(session):
-    print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, {os.environ['MASTER_PORT']}")
-    model = torch.nn.Linear(4, 1)
-    model, optimizer = session.prepare(model, lambda p: torch.optim.SGD(p, lr=0.1))
-    session.restore()
-    data = torch.utils.data.TensorDataset(torch.ones(64, 4))
-    for x, in session.batches(data, global_batch=2, epochs=3):
-        session.backward(model(x).mean())
-        session.step()
-        time.sleep(0.1)
-
+"""
+SPEAKS += (
+    TRAIN
+    + """
 print(f"local rank {os.environ['LOCAL_RANK']}, {sys.argv[1:]}")
 ez.run(train)
 """
+)
 
 
 @pytest.mark.timeout(180)

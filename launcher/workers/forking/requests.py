@@ -64,7 +64,7 @@ class Promotion:
     """Says that a process that stood by is a worker from now on; the server answers nothing."""
 
     promoted: int
-    """Its process id."""
+    """Process id of the new worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

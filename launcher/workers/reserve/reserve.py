@@ -79,7 +79,7 @@ class Reserve:
             mode: Value of --standby.
             now_s: Present time, on the monotonic clock.
         """
-        if mode == "off" or now_s - self._looked_s < LOOK_S:
+        if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
         if group is not None and group.script_s is not None:

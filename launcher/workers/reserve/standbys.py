@@ -116,7 +116,7 @@ class Standbys:
         if self._held and must_end(facts):
             self._refuse("memory is exhausted", now_s)
         missing = [place for place in self.places if place.local_rank not in self._held]
-        if missing and not self.refused and not reason_for_none(facts):
+        if missing and not reason_for_none(facts):
             place = missing[0]
             worker, output = fork_standby(server, place, self.launch, self.logs, self.wakeup_fd)
             self._held[place.local_rank] = _Standby(worker, output, now_s)

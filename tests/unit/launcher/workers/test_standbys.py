@@ -62,8 +62,9 @@ class Node:
         self.promoted.append(pid)
 
     def begin(self) -> None:
-        facts = replace(NEEDED, beginning=self.standbys.beginning)
-        self.standbys.turn(cast(Any, self), facts, self.now_s)
+        standbys = self.standbys
+        facts = replace(NEEDED, beginning=standbys.beginning, refused=standbys.refused)
+        standbys.turn(cast(Any, self), facts, self.now_s)
 
     def say(self, rank: int, message: Message) -> None:
         self.ends[rank].send(message)
