@@ -63,8 +63,8 @@ from elasticzero.training.worlds.starting_state import StartingState
 
 if TYPE_CHECKING:
     from elasticzero.rehearsal.probe import Probe
-    from elasticzero.snapshots.pretrained import Pretrained
-    from elasticzero.snapshots.pretrained_optimizer import PretrainedOptimizer
+    from elasticzero.snapshots.pretrained.model import Pretrained
+    from elasticzero.snapshots.pretrained.optimizer import PretrainedOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -390,7 +390,7 @@ def _open_pretrained(place: Place, model: nn.Module) -> Pretrained | None:
     """Opens the files that have the model's first values; None: the model has them."""
     if place.load is None:
         return None
-    from elasticzero.snapshots.pretrained import Pretrained  # few scripts need it
+    from elasticzero.snapshots.pretrained.model import Pretrained  # few scripts need it
 
     return Pretrained(model, place.load, place.link, with_optimizer=place.load_optimizer)
 
@@ -408,7 +408,7 @@ def _open_first_state(
     begins = place.link.assignment.resume.tier == "fresh"
     if stored is None or not place.load_optimizer or not begins:
         return None
-    from elasticzero.snapshots.pretrained_optimizer import PretrainedOptimizer
+    from elasticzero.snapshots.pretrained.optimizer import PretrainedOptimizer
 
     return PretrainedOptimizer(stored, laid.optimizers, place.link, place.groups)
 

@@ -20,7 +20,7 @@ from elasticzero.state.schedules import warn_of_changed_rates
 from elasticzero.training.worlds.newcomer import Newcomer
 
 if TYPE_CHECKING:
-    from elasticzero.snapshots.pretrained_optimizer import PretrainedOptimizer
+    from elasticzero.snapshots.pretrained.optimizer import PretrainedOptimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from elasticzero.errors import CheckpointMismatch, StorageError, UserError
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
 from elasticzero.ipc.assignment import Resume
 from elasticzero.parallel.materialize import Materializer
-from elasticzero.snapshots.pretrained import Pretrained
+from elasticzero.snapshots.pretrained.model import Pretrained
 
 CPU = torch.device("cpu")
 LINK = AgentClient(None, STANDALONE)

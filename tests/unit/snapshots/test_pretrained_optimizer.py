@@ -14,8 +14,8 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
 from elasticzero.parallel import Strategy
-from elasticzero.snapshots.pretrained import Pretrained
-from elasticzero.snapshots.pretrained_optimizer import PretrainedOptimizer
+from elasticzero.snapshots.pretrained.model import Pretrained
+from elasticzero.snapshots.pretrained.optimizer import PretrainedOptimizer
 from elasticzero.spans import STRATEGIES, Span
 from tests.unit.state.test_state import Small, build
 

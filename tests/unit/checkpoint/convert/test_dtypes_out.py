@@ -16,7 +16,7 @@ from elasticzero.checkpoint.format.layout import TensorSpec
 from elasticzero.checkpoint.rewrite.sources import CAST_DTYPES, cast_specs, unconverted
 from elasticzero.errors import CheckpointMismatch
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
-from elasticzero.snapshots.pretrained import Pretrained
+from elasticzero.snapshots.pretrained.model import Pretrained
 
 SMALL = torch.tensor([3e-9, 1.0 / 3])
 FP8_MODEL = {

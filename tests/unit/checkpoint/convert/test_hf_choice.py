@@ -16,7 +16,7 @@ from elasticzero.checkpoint.cli.main import main
 from elasticzero.checkpoint.convert.huggingface import open_hf
 from elasticzero.errors import CheckpointDamaged, UserError
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
-from elasticzero.snapshots.pretrained import Pretrained
+from elasticzero.snapshots.pretrained.model import Pretrained
 from elasticzero.spans import Span
 
 DIFFUSERS = "diffusion_pytorch_model"

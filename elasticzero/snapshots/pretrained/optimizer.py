@@ -25,7 +25,7 @@ from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.nested import tensor_names
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.optimizers.groups import Optimizers
-from elasticzero.snapshots.pretrained import BUFFER_BYTES, Opened, Pretrained
+from elasticzero.snapshots.pretrained.model import BUFFER_BYTES, Opened, Pretrained
 from elasticzero.snapshots.restore import warn_of_lacking_state
 from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState

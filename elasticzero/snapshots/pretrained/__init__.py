@@ -1,0 +1,1 @@
+"""Starts training from weights and optimizer state that another program has written."""
