@@ -1,14 +1,17 @@
 """Stages tensors in shared memory, which is the part of a save that training waits for.
 
 The stager copies a shard's header and its pieces into a slot that is already allocated and mapped.
-What it copied there before and training has not changed, such as the base of a LoRA, stays. It
-computes no checksums and writes nothing to storage: the agent seals the shard and copies it there.
+What it copied there before and training has not changed, such as the base of a LoRA, stays. Where a
+GPU has the room, it copies them within the GPU, and from there to the slot while training goes on.
+It computes no checksums and writes nothing to storage: the agent seals the shard and copies it
+there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +23,37 @@ from elasticzero.checkpoint.format.layout import Layout
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_header, shard_specs
 from elasticzero.checkpoint.io.writer import TensorPiece, ordered_pieces
+from elasticzero.checkpoint.ram import device_image
+from elasticzero.checkpoint.ram.device_image import DeviceImage
 from elasticzero.checkpoint.ram.slots import MemorySlot, Slots, SlotsInUse
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage.base import as_storage_error
-from elasticzero.errors import StorageError
 from elasticzero.state.digests import change_marks
 
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _StagingOptions:
+class StagedShard:
+    """Describes a shard of which each byte is in shared memory, or in an image on the device."""
+
+    size: int
+    """Number of its bytes."""
+    finish: Callable[[], None] | None = None
+    """Waits until all bytes are in shared memory, from when on the shard counts; another thread may
+    call it, once, while no other write is begun. None: all of them are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingOptions:
     """Holds the options for staging one shard."""
 
-    extra: bool
-    trained: Collection[str]
+    extra: bool = False
+    """A third slot is allowed."""
+    trained: Collection[str] = ()
+    """Names of the tensors that must be finite for the shard to be sealed."""
+    beside: bool = False
+    """Tensors may be copied within their device first, if it has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +92,35 @@ def _ranges(draft: Manifest, rank: int, start: int, trained: Collection[str]) ->
             ranges.append(Range(name, spec.dtype, start, start + spec.nbytes))
         start += spec.nbytes
     return ranges
+
+
+def _placed(
+    draft: Manifest, rank: int, pieces: Iterable[TensorPiece], there: Collection[str]
+) -> dict[int, torch.Tensor]:
+    """Returns the tensors of a shard that are to be copied, by the position of their first byte
+    behind the header.
+
+    Args:
+        draft: The manifest, which says where each tensor lies.
+        rank: The rank whose shard this is.
+        pieces: One for each of `draft.layout.spans(rank)`.
+        there: Names of the tensors that are there already.
+    """
+    placed, start = {}, 0
+    ordered = ordered_pieces(draft, rank, pieces)
+    for name, (spec, data) in zip(shard_specs(draft, rank), ordered, strict=True):
+        if spec.nbytes and name not in there:
+            placed[start] = data
+        start += spec.nbytes
+    return placed
+
+
+def _by_device(
+    placed: Mapping[int, torch.Tensor],
+) -> Iterator[tuple[torch.device, dict[int, torch.Tensor]]]:
+    """Yields each device with its tensors."""
+    for device in dict.fromkeys(tensor.device for tensor in placed.values()):
+        yield device, {start: t for start, t in placed.items() if t.device == device}
 
 
 class SharedMemoryStager:
@@ -134,24 +182,50 @@ class SharedMemoryStager:
         Raises:
             StorageError: There is no room for the shard, or it cannot be written.
         """
-        with as_storage_error(f"cannot write a snapshot in {self._store.root}", or_missing=True):
-            return self._write(draft, rank, pieces, keep, _StagingOptions(extra, trained))
+        options = StagingOptions(extra=extra, trained=trained)
+        return self.begin(draft, rank, pieces, keep, options).size
 
-    def _write(
+    def begin(
         self,
         draft: Manifest,
         rank: int,
         pieces: Iterable[TensorPiece],
         keep: Collection[tuple[int, int]] | None,
-        options: _StagingOptions,
-    ) -> int:
+        options: StagingOptions,
+    ) -> StagedShard:
+        """Begins what `write` does; the pieces may change once this returns.
+
+        Args:
+            draft: The manifest without `files`, the same on every rank.
+            rank: The rank whose shard this is.
+            pieces: One for each of `draft.layout.spans(rank)`.
+            keep: The snapshots to retain; None: all.
+            options: How it is staged.
+
+        Raises:
+            StorageError: There is no room for the shard, or it cannot be written.
+        """
+        with self._as_storage_error():
+            return self._begin(draft, rank, pieces, keep, options)
+
+    def _as_storage_error(self) -> AbstractContextManager[None]:
+        return as_storage_error(f"cannot write a snapshot in {self._store.root}", or_missing=True)
+
+    def _begin(
+        self,
+        draft: Manifest,
+        rank: int,
+        pieces: Iterable[TensorPiece],
+        keep: Collection[tuple[int, int]] | None,
+        options: StagingOptions,
+    ) -> StagedShard:
         shard = ShardName(draft.generation, draft.step, rank, draft.layout.world_size)
         if keep is not None:
             self._store.keep_only({*keep, (draft.generation, draft.step)})
         head, size = shard_header(draft, rank)
         if self._store.has(shard):
             if (self._store.path_of(shard) / draft.file_name(rank)).exists():
-                return size
+                return StagedShard(size)
             self._store.drop(shard)  # the shard is of another run with the same numbers
         slot = self._free_slot(size, options)
         memory = self._bytes_of(slot)
@@ -160,20 +234,27 @@ class SharedMemoryStager:
         frozen = {name: piece.data for name, piece in by_name.items() if piece.frozen}
         now = _Contents(draft.layout, rank, len(head), change_marks(frozen))
         there = now.kept_from(self._contents.pop(slot, None))
-        self._copy(draft, rank, by_name.values(), memory[len(head) : size], there)
-        self._contents[slot] = now
+        placed = _placed(draft, rank, by_name.values(), there)
+        images = self._copy(memory[len(head) : size], placed, beside=options.beside)
+        ranges = _ranges(draft, rank, len(head), options.trained)
         path = self._store.path(draft.generation, draft.step, slot.root)
         path.mkdir(parents=True, exist_ok=True)
-        slot.link(path / draft.file_name(rank))
-        ranges = _ranges(draft, rank, len(head), options.trained)
-        try:
-            self._store.write_draft(draft, rank, ranges, slot.root)
-        except StorageError:
-            (path / draft.file_name(rank)).unlink(missing_ok=True)  # frees the slot again
-            raise
-        return size
+        self._store.write_draft(draft, rank, ranges, slot.root)
 
-    def _free_slot(self, size: int, options: _StagingOptions) -> MemorySlot:
+        def finish() -> None:
+            for image in images:
+                image.await_written()
+            self._contents[slot] = now
+            with self._as_storage_error():
+                slot.link(path / draft.file_name(rank))
+                self._store.finish_draft(shard, slot.root)
+
+        if images:
+            return StagedShard(size, finish)
+        finish()
+        return StagedShard(size)
+
+    def _free_slot(self, size: int, options: StagingOptions) -> MemorySlot:
         """Returns a free slot; drops shards of states that this node also holds whole if it must.
 
         Where every node holds the whole state, a worker that is stopped right after a capture has
@@ -193,38 +274,50 @@ class SharedMemoryStager:
         self._slots.close()
 
     def _copy(
-        self,
-        draft: Manifest,
-        rank: int,
-        pieces: Iterable[TensorPiece],
-        memory: torch.Tensor,
-        there: Collection[str],
-    ) -> None:
-        """Copies the pieces to their places.
+        self, memory: torch.Tensor, placed: Mapping[int, torch.Tensor], *, beside: bool
+    ) -> list[DeviceImage]:
+        """Copies tensors into a slot's memory, or into images that are written there later.
 
         Args:
-            draft: The manifest, which says where each tensor lies.
-            rank: The rank whose shard this is.
-            pieces: What is copied.
-            memory: The slot's memory.
-            there: Names of the tensors that are there already.
+            memory: The slot's memory behind the header.
+            placed: The tensors, by the position in `memory` of their first byte.
+            beside: Whether images may be made.
+
+        Returns:
+            The images.
         """
-        start = 0
+        images = []
         on_gpu = False
-        ordered = ordered_pieces(draft, rank, pieces)
-        for name, (spec, data) in zip(shard_specs(draft, rank), ordered, strict=True):
-            stop = start + spec.nbytes
-            if spec.nbytes and name not in there:
-                place = memory[start:stop].view(data.dtype)
-                if data.is_cuda:
+        for device, tensors in _by_device(placed):
+            if beside and (image := self._image(memory, device, tensors)) is not None:
+                images.append(image)
+                continue
+            for start, tensor in tensors.items():
+                place = memory[start : start + tensor.nbytes].view(tensor.dtype)
+                if tensor.is_cuda:
                     on_gpu = True
                     with torch.cuda.stream(self._side_stream()):
-                        place.copy_(data.reshape(-1), non_blocking=True)
+                        place.copy_(tensor.reshape(-1), non_blocking=True)
                 else:
-                    place.copy_(data.reshape(-1))
-            start = stop
+                    place.copy_(tensor.reshape(-1))
         if on_gpu:
             self._side_stream().synchronize()
+        return images
+
+    def _image(
+        self, memory: torch.Tensor, device: torch.device, tensors: Mapping[int, torch.Tensor]
+    ) -> DeviceImage | None:
+        """Returns an image of tensors on one device; None: it has no room, or is not the worker's
+        own GPU."""
+        if sum(tensor.nbytes for tensor in tensors.values()) > device_image.room(device):
+            return None
+        on_gpu = device.type == "cuda"
+        if on_gpu and device.index != self._gpu:
+            return None
+        try:
+            return DeviceImage(memory, tensors, self._side_stream() if on_gpu else None)
+        except torch.OutOfMemoryError:
+            return None
 
     def _bytes_of(self, slot: MemorySlot) -> torch.Tensor:
         """Returns the slot's memory as a tensor, pinned if there is a GPU and the system permits

@@ -48,6 +48,8 @@ HELD = "held"
 _PART_BYTES = 16 << 20
 """Number of bytes copied at a time, which a disk writes past the page cache at full speed."""
 _SHARD_SUFFIX = ".safetensors"
+_UNFINISHED = ".unfinished"
+"""Ends the name of a shard's draft while bytes of the shard are still to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +247,7 @@ class SnapshotStore:
         must_be_finite: Collection[Range] = (),
         root: Path | None = None,
     ) -> None:
-        """Records that a rank's shard is written; its writer calls this last.
+        """Records what a rank's shard is to be; it counts once `finish_draft` was called.
 
         Args:
             manifest: The manifest without `files`.
@@ -260,7 +262,18 @@ class SnapshotStore:
             json.dumps(encode(list(must_be_finite)), separators=(",", ":")).encode(),
             to_json(manifest).strip(),
         )
-        storage.write(snapshot_draft_name(rank, manifest.layout.world_size), [text])
+        storage.write(snapshot_draft_name(rank, manifest.layout.world_size) + _UNFINISHED, [text])
+
+    def finish_draft(self, shard: ShardName, root: Path | None = None) -> None:
+        """Records that all bytes of a shard are written; its writer calls this last.
+
+        Args:
+            shard: The shard.
+            root: As for `write_draft`.
+        """
+        folder = self.path(shard.generation, shard.step, root)
+        name = snapshot_draft_name(shard.rank, shard.world_size)
+        (folder / (name + _UNFINISHED)).rename(folder / name)
 
     def seal(self, shard: ShardName) -> Seal | None:
         """Adds the checksums and the manifest to a shard that its worker has written; returns both.

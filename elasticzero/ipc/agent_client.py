@@ -112,6 +112,8 @@ class AgentClient:
         self.aborted: str | None = None
         self.held = self.not_held = -1
         """Newest step whose snapshot this node holds, and newest one that it could not hold."""
+        self.held_s = 0.0
+        """Time on the monotonic clock at which the agent has told of the first of them."""
         self.saved = self.unsaved = -1
         """Newest step whose save has ended on this node, and newest one that ended without a
         checkpoint."""
@@ -326,7 +328,7 @@ class AgentClient:
             case SaveState():
                 self.saves.put(message)
             case SnapshotHeld(step=step, error=None):
-                self.held = step
+                self.held, self.held_s = step, time.monotonic()
             case SnapshotHeld(step=step, error=error, not_finite=not_finite):
                 self.not_held = step
                 if not_finite:

@@ -10,7 +10,7 @@ from elasticzero.checkpoint.format.layout import Layout
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.shards import shard_header
 from elasticzero.checkpoint.io.writer import TensorPiece
-from elasticzero.checkpoint.ram.staging import SharedMemoryStager
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager, StagedShard, StagingOptions
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.snapshots.direct_save import check_finite, write_while_waiting
@@ -127,25 +127,27 @@ class CaptureWriter:
     def _writer_info(self, *, complete: bool) -> WriterInfo:
         return WriterInfo.of(self._assignment, self._strategy, self._shards, complete=complete)
 
-    def into_memory(self, drafted: Drafted, keep: States, *, every_byte: bool, extra: bool) -> int:
-        """Writes this rank's shard into shared memory.
+    def begin_into_memory(
+        self, drafted: Drafted, keep: States, *, every_byte: bool, extra: bool, beside: bool
+    ) -> StagedShard:
+        """Begins to write this rank's shard into shared memory; the state may change after this.
 
         Args:
             drafted: What is written.
             keep: The states in memory that must stay.
             every_byte: Whether tensors that are likely to be as they were are written too.
             extra: Whether memory may be allocated beyond that of other captures.
-
-        Returns:
-            Number of bytes of the shard.
+            beside: Whether a part may be written while training goes on.
 
         Raises:
             StorageError: There is no room for the shard, or it cannot be written.
         """
-        pieces = as_changed(drafted.pieces) if every_byte else drafted.pieces
-        rank, trained = drafted.writer.rank, drafted.trained
-        return self._memory.write(
-            drafted.manifest, rank, pieces, keep, extra=extra, trained=trained
+        return self._memory.begin(
+            drafted.manifest,
+            drafted.writer.rank,
+            as_changed(drafted.pieces) if every_byte else drafted.pieces,
+            keep,
+            StagingOptions(extra=extra, trained=drafted.trained, beside=beside),
         )
 
     def onto_storage(self, drafted: Drafted) -> str:

@@ -1,8 +1,9 @@
 """Measures the cost of snapshots to training, and proposes the interval between them. Pure.
 
 The cost of a snapshot has two parts: the time that training waits while the state is copied, and
-the extra time of steps while that copy gets its checksums and goes to another node, on the cores
-that training uses. All ranks wait for the slowest, so one rank's steps are those of all.
+the extra time of steps while that copy is made and gets its checksums and goes to another node, on
+the cores that training uses. All ranks wait for the slowest, so one rank's steps are those of all.
+An interval is long enough that all of it is over well before the next snapshot.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections import deque
 
 OVERHEAD = 0.005
 """Share of the training time that snapshots may take; an interval may be off by a factor of two."""
+IN_FLIGHT = 0.8
+"""Share of an interval in which a snapshot is in flight at most, so that the next one need not wait
+for it, and steps without one are left to be compared with."""
 MOST_STEPS = 1000
 """Longest proposed interval, in steps."""
 FIRST_STEPS = 16
@@ -23,9 +27,17 @@ _RECENT_COSTS = 7
 _RECENT_STEPS = 20
 
 
-def interval(cost_s: float, step_s: float) -> int:
-    """Returns the steps between snapshots whose cost stays under `OVERHEAD` of the time."""
-    return max(1, min(MOST_STEPS, math.ceil(cost_s / (OVERHEAD * max(step_s, 1e-6)))))
+def interval(cost_s: float, step_s: float, in_flight_s: float = 0.0) -> int:
+    """Returns the fewest steps between snapshots whose cost stays under `OVERHEAD` of the time, and
+    that are held before `IN_FLIGHT` of the next interval has gone by.
+
+    Args:
+        cost_s: The cost of a snapshot in seconds.
+        step_s: A step's time in seconds.
+        in_flight_s: Time in seconds after which a snapshot is held.
+    """
+    apart_s = max(cost_s / OVERHEAD, in_flight_s / IN_FLIGHT)
+    return max(1, min(MOST_STEPS, math.ceil(apart_s / max(step_s, 1e-6))))
 
 
 class IntervalTuner:
@@ -33,6 +45,8 @@ class IntervalTuner:
 
     def __init__(self) -> None:
         self._costs_s: deque[float] = deque(maxlen=_RECENT_COSTS)
+        self._in_flight_s: deque[float] = deque(maxlen=_RECENT_COSTS)
+        """Times after which the snapshots of these costs were held."""
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         """Times of steps without a capture in flight, or no slower beside one."""
         self._stall_s: float | None = None
@@ -69,8 +83,11 @@ class IntervalTuner:
         """Records the time of a step."""
         (self._steps_s if self._stall_s is None else self._beside_s).append(seconds)
 
-    def snapshot_done(self) -> None:
+    def snapshot_done(self, in_flight_s: float = 0.0) -> None:
         """Records that no snapshot is in flight any more.
+
+        Args:
+            in_flight_s: Time in seconds after which it was held.
 
         Steps that were no slower beside it show the usual time of a step: if snapshots follow each
         other without a gap, there are no others.
@@ -82,6 +99,7 @@ class IntervalTuner:
             self._steps_s.extend(self._beside_s)
             slower_s = 0.0
         self._costs_s.append(self._stall_s + slower_s)
+        self._in_flight_s.append(in_flight_s)
         self._stall_s = None
 
     def proposed_interval(self) -> int:
@@ -89,7 +107,8 @@ class IntervalTuner:
         0."""
         if not self._costs_s or not self._steps_s:
             return 0
-        every, before = interval(self.cost_s, self.step_s), self._proposed
+        in_flight_s = statistics.median(self._in_flight_s)
+        every, before = interval(self.cost_s, self.step_s, in_flight_s), self._proposed
         if len(self._costs_s) < SURE_COSTS:
             every = min(every, FIRST_STEPS)
         if before and before / 2 <= every <= before * 2:

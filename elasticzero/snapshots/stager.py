@@ -1,8 +1,8 @@
 """Stages a worker's state: it captures the state into shared memory when due, and has it saved.
 
-Training waits only while its state is copied into shared memory that the agent owns; the agent does
-the rest. `capture_state` decides when to capture, from control words that are equal on all ranks,
-and `capture_writer` writes.
+Training waits only while its state is copied into shared memory that the agent owns, or into an
+image on its GPU; a thread and the agent do the rest. `capture_state` decides when to capture, from
+control words that are equal on all ranks, and `capture_writer` writes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import AbandonSave, Captured, SnapshotInterval
 from elasticzero.snapshots.capture_state import CaptureState, NewestSave, NodeCaptures
 from elasticzero.snapshots.capture_writer import CaptureWriter, Drafted
+from elasticzero.snapshots.copy_beside import CopyBeside
 from elasticzero.snapshots.direct_save import JOIN_S, newest_good_checkpoint
 from elasticzero.snapshots.interval import IntervalTuner
 from elasticzero.snapshots.memory import memory_shortage
@@ -48,6 +49,8 @@ class _Written:
     """Number of its bytes in shared memory."""
     manifest: str = ""
     """This rank's own manifest of a shard on storage; empty: it lies in shared memory."""
+    finish: Callable[[], None] | None = None
+    """Finishes it while training goes on; None: all of it lies there."""
 
     @property
     def direct(self) -> bool:
@@ -96,6 +99,9 @@ class StateStager:
         self._late = 0
         """Number of checkpoints that came late, or not at all."""
         self._tuner = IntervalTuner()
+        self._beside = CopyBeside()
+        self._captured_s = 0.0
+        """Time on the monotonic clock at which the last capture was begun."""
 
     @property
     def _assignment(self) -> Assignment:
@@ -165,12 +171,14 @@ class StateStager:
             step: The boundary at which it was entered.
             shards: Number of its ranks that hold the whole state together.
         """
+        self._beside.wait()
         self._state = self._state.entered(step, self._assignment, shards=shards)
         self._writer.enter_world(shards)
         self._memory_checked = self._is_short or self._assignment.local_rank > 0
 
     def close(self) -> None:
         """Releases this process's mappings of the memory of captures; the snapshots stay."""
+        self._beside.join()
         self._writer.close()
 
     # What is due.
@@ -188,6 +196,7 @@ class StateStager:
             flags: What this rank asks of all.
             asks: Whether its script asked for a checkpoint.
         """
+        self._beside.check()
         a = self._assignment
         chooses = self._state.takes_snapshots and a.rank == 0 and a.snapshot_every is None
         every = self._tuner.proposed_interval() if chooses else 0
@@ -206,7 +215,7 @@ class StateStager:
         before, self._state = self._state, self._state.after_exchange(word)
         schedule, cost = self._state.schedule, self._tuner
         if not schedule.copying:
-            cost.snapshot_done()
+            cost.snapshot_done(max(0.0, self._link.held_s - self._captured_s))
         if before.schedule.every != schedule.every and self._assignment.rank == 0:
             self._link.send(
                 SnapshotInterval(every=schedule.every, cost_s=cost.cost_s, step_s=cost.step_s)
@@ -276,33 +285,44 @@ class StateStager:
         if self._save is not None:
             self._save_at_once(self._save, copy)
             return
+        self._beside.wait()
         self._writer.await_memory()
-        began_s = time.monotonic()
+        self._captured_s = time.monotonic()
         drafted = self._writer.draft(copy)
         written = self._write(drafted, checkpoint=checkpoint)
         if written is None:
             self._state = self._state.failed(copy.step, checkpoint=checkpoint)
             return
-        seconds = time.monotonic() - began_s
+        seconds = time.monotonic() - self._captured_s
         self._tuner.captured(None if checkpoint else seconds)
         self._state = self._state.captured(
             copy.step, checkpoint=checkpoint, in_memory=not written.direct
         )
-        self._link.send(self._captured(drafted, written, checkpoint=checkpoint, seconds=seconds))
+        captured = self._captured(drafted, written, checkpoint=checkpoint, seconds=seconds)
+        if written.finish is None:
+            self._link.send(captured)
+            return
+        self._beside.begin(written.finish, lambda: self._link.send(captured))
 
     def _write(self, drafted: Drafted, *, checkpoint: bool) -> _Written | None:
         """Writes a capture into shared memory; for want of that a checkpoint goes to storage, while
         training waits. Returns None if it lies nowhere."""
-        keep = self._state.states_to_keep(self._assignment, at_stop=False)
+        state, step = self._state, drafted.manifest.step
         try:
-            size = self._writer.into_memory(drafted, keep, every_byte=checkpoint, extra=False)
-            return _Written(size=size)
+            staged = self._writer.begin_into_memory(
+                drafted,
+                state.states_to_keep(self._assignment, at_stop=False),
+                every_byte=checkpoint,
+                extra=False,
+                beside=step > state.schedule.start,  # what a step takes of a device is known then
+            )
+            return _Written(size=staged.size, finish=staged.finish)
         except StorageError as error:
             in_use = isinstance(error, SlotsInUse)
             if checkpoint:
                 self._save_error = one_line(error)
             if checkpoint or not in_use:
-                self._warn(f"no snapshot of step {drafted.manifest.step}: {one_line(error)}")
+                self._warn(f"no snapshot of step {step}: {one_line(error)}")
         return self._write_directly(drafted) if checkpoint and not in_use else None
 
     def _write_directly(self, drafted: Drafted) -> _Written | None:
@@ -360,14 +380,17 @@ class StateStager:
     def capture_at_stop(self, copy: BoundaryCopy) -> Captured:
         """Captures the snapshot of the stop protocol: this rank's shard of the whole state."""
         began_s = time.monotonic()
+        self._beside.join()
         self._writer.await_memory()
         drafted = self._writer.draft(copy, complete=True)
         keep = self._state.states_to_keep(self._assignment, at_stop=True)
         if self._for_others is not None and self._for_others[1] == copy.step:
             keep = {*keep, self._for_others}  # whole, also where one has not come in after all
-        size = self._writer.into_memory(drafted, keep, every_byte=True, extra=True)
-        seconds = time.monotonic() - began_s
-        return self._captured(drafted, _Written(size=size), checkpoint=False, seconds=seconds)
+        staged = self._writer.begin_into_memory(
+            drafted, keep, every_byte=True, extra=True, beside=False
+        )
+        written, seconds = _Written(size=staged.size), time.monotonic() - began_s
+        return self._captured(drafted, written, checkpoint=False, seconds=seconds)
 
     @property
     def copies(self) -> bool:
@@ -443,6 +466,7 @@ class StateStager:
 
     def _await_save(self) -> None:
         """Waits until this node's save in flight has ended, and its tags are written."""
+        self._beside.wait()
         submitted = -1 if self._state.submitted is None else self._state.submitted
         while self._link.saved < submitted or self._link.tags_missing:
             self._link.check()

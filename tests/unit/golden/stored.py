@@ -197,6 +197,7 @@ def _written(folder: Path) -> Path:
         (step / manifest.file_name(1)).write_bytes(head + b"".join(_shard_bytes(manifest, 1)))
         part = Range("model/weight", "F32", len(head), len(head) + 16)
         store.write_draft(manifest, 1, [part])
+        store.finish_draft(ShardName(manifest.generation, manifest.step, 1, 2))
         if name == "sealed":
             store.seal(ShardName(GENERATION, STEP, 1, 2))
     return folder

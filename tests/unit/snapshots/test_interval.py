@@ -32,14 +32,21 @@ def test_snapshots_stay_under_their_share_of_the_time(
         assert cost_s <= OVERHEAD * every * step_s * (1 + 1e-9)
 
 
-def seen(cost: IntervalTuner, *, stall_s: float, beside_s: list[float], quiet: int = 20) -> None:
+def seen(
+    cost: IntervalTuner,
+    *,
+    stall_s: float,
+    beside_s: list[float],
+    quiet: int = 20,
+    in_flight_s: float = 0.0,
+) -> None:
     """One snapshot, after steps of 0.1 s."""
     for _ in range(quiet):
         cost.stepped(0.1)
     cost.captured(stall_s)
     for seconds in beside_s:
         cost.stepped(seconds)
-    cost.snapshot_done()
+    cost.snapshot_done(in_flight_s)
 
 
 def test_the_cost_is_the_wait_and_what_steps_take_longer() -> None:
@@ -53,6 +60,16 @@ def test_faster_steps_make_a_snapshot_no_cheaper_than_its_wait() -> None:
     cost = IntervalTuner()
     seen(cost, stall_s=0.02, beside_s=[0.05, 0.05])
     assert cost.cost_s == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("in_flight_s", "every"), [(0.0, 2), (0.15, 2), (0.17, 3), (0.5, 7)])
+def test_a_snapshot_that_costs_little_is_held_well_before_the_next(
+    in_flight_s: float, every: int
+) -> None:
+    cost = IntervalTuner()
+    for _ in range(SURE_COSTS):
+        seen(cost, stall_s=0.001, beside_s=[0.1], in_flight_s=in_flight_s)
+    assert cost.proposed_interval() == every
 
 
 def test_one_snapshot_that_cost_much_does_not_count() -> None:

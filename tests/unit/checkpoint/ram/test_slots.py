@@ -16,8 +16,9 @@ from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import snapshot_manifest_name
 from elasticzero.checkpoint.io.reader import open_snapshot
 from elasticzero.checkpoint.io.writer import TensorPiece
+from elasticzero.checkpoint.ram import device_image
 from elasticzero.checkpoint.ram.slots import SLOTS, Slots
-from elasticzero.checkpoint.ram.staging import SharedMemoryStager
+from elasticzero.checkpoint.ram.staging import SharedMemoryStager, StagedShard, StagingOptions
 from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.ram.transfer import await_commit, persist, pull
 from elasticzero.checkpoint.steps import catalog, commit, verify
@@ -95,6 +96,55 @@ def test_what_is_captured_is_the_state_at_the_call(tmp_path: Path) -> None:
     state.zero_()
     store.seal(ShardName(1, 5, 0, 1))
     assert torch.equal(read(store, 5), TENSORS["a"])
+
+
+def begun_beside(
+    writer: SharedMemoryStager, step: int, monkeypatch: pytest.MonkeyPatch, room: int = 1 << 30
+) -> StagedShard:
+    """A capture where a device has so much room; the state changes right after it."""
+    monkeypatch.setattr(device_image, "room", lambda device: room)
+    manifest = draft(step)
+    copies = [replace(piece, data=piece.data.clone()) for piece in pieces(manifest)]
+    staged = writer.begin(manifest, 0, copies, set(), StagingOptions(beside=True))
+    for piece in copies:
+        piece.data.zero_()
+    return staged
+
+
+def test_a_capture_beside_training_counts_once_it_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
+    store.seal(captured(writer, 4))
+    staged = begun_beside(writer, 5, monkeypatch)
+    assert staged.finish is not None
+    assert store.drafts() == [] and store.held() == []
+    thread = threading.Thread(target=staged.finish)
+    thread.start()
+    thread.join()
+    assert torch.equal(read_draft(store, 5), TENSORS["a"])
+
+
+def test_a_device_without_room_has_its_tensors_copied_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
+    size = sum(tensor.nbytes for tensor in TENSORS.values())
+    staged = begun_beside(writer, 5, monkeypatch, room=size - 1)
+    assert staged.finish is None
+    assert torch.equal(read_draft(store, 5), TENSORS["a"])
+    assert begun_beside(writer, 6, monkeypatch, room=size).finish is not None
+
+
+def test_a_capture_that_is_never_finished_leaves_its_slot_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
+    for step in range(5):
+        begun_beside(writer, step, monkeypatch)
+    store.seal(captured(writer, 6))
+    assert torch.equal(read(store, 6), TENSORS["a"])
+    assert len(list((tmp_path / SLOTS).iterdir())) == 1
 
 
 def test_two_slots_serve_any_number_of_captures(tmp_path: Path) -> None:
