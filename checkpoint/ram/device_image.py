@@ -85,6 +85,7 @@ class DeviceImage:
             (memory[there.start : there.stop], image[place.start : place.stop])
             for there, place in _joined(runs, places)
         ]
+        self._device = device
         self._written: torch.cuda.Event | None = None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -97,6 +98,7 @@ class DeviceImage:
     def await_written(self) -> None:
         """Returns once all bytes are in shared memory; any thread may call it, once."""
         if self._written is not None:
+            torch.cuda.set_device(self._device)  # else a thread makes a context on the first GPU
             self._written.synchronize()
         else:
             self._copy(non_blocking=False)
