@@ -184,6 +184,8 @@ class CheckpointSaver:
         self._role: SnapshotRole | None = None
         self._role_since_s = 0.0
         self._steps: dict[int, CapturedStep] = {}
+        self._never_saved: set[int] = set()
+        """Steps of this generation whose save was abandoned before it began."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: list[_Job] = []
         self._events: queue.SimpleQueue[SaveEvent] = queue.SimpleQueue()
@@ -196,6 +198,7 @@ class CheckpointSaver:
         with self._lock:
             self._role, self._role_since_s = role, time.monotonic()
             self._steps.clear()
+            self._never_saved.clear()
             self._replicator.begin()
 
     def captured(self, message: Captured) -> None:
@@ -215,7 +218,7 @@ class CheckpointSaver:
         self._steps[message.step] = step
         for old in [other for other in self._steps if other < message.step]:
             del self._steps[old]
-        if step.complete and message.checkpoint:
+        if step.complete and message.checkpoint and message.step not in self._never_saved:
             parts = step.captured.values()
             written = {part.rank: part.manifest for part in parts if part.direct}
             self._put(role, message.step, step.shards, written)
@@ -270,17 +273,22 @@ class CheckpointSaver:
         return bool(self._open)
 
     def abandon(self, generation: int, step: int) -> None:
-        """Abandons a save of which another node cannot write its part."""
+        """Abandons a save of which another node cannot write its part.
+
+        A worker may ask for it before it or another has captured the state.
+        """
         with self._lock:
             for job in self._open:
                 if (job.role.generation, job.step) == (generation, step):
                     job.abandoned.set()
-            recorded = self._steps.get(step)
-            if recorded is None or recorded.role.generation != generation:
+            role, captured = self._role, self._steps.get(step)
+            if role is None or role.generation != generation or step in self._never_saved:
                 return
-            if not recorded.complete:
-                error = "a worker of this node could not write its part"
-                self._add_event(finished_event(generation, step, error))
+            if captured.complete if captured else max(self._steps, default=step) > step:
+                return
+            self._never_saved.add(step)
+            error = "a worker could not write its part"
+            self._add_event(finished_event(generation, step, error))
 
     def unsealed(self) -> bool:
         """Returns whether a shard in memory is not sealed yet; if so, has it sealed."""

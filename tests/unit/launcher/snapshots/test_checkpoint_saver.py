@@ -26,7 +26,7 @@ from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import StorageError
-from elasticzero.ipc.messages import Tagged, TagStep
+from elasticzero.ipc.messages import Captured, Tagged, TagStep
 from elasticzero.launcher.snapshots import checkpoint_saver
 from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, StandstillCounter
 from elasticzero.launcher.snapshots.roles import SnapshotRole
@@ -376,3 +376,40 @@ def test_a_save_that_another_one_replaces_is_not_begun(
     assert steps == copied
     replaced = second.error is not None and "is saved instead" in second.error
     assert replaced == (10 not in copied[:-1])
+
+
+TWO_WORKERS = SnapshotRole(generation=2, token=TOKEN, world_size=2, ranks=(0, 1))
+
+
+def captured_by(rank: int, step: int) -> Captured:
+    return Captured(
+        step=step, generation=2, rank=rank, world_size=2, checkpoint=True, seconds=0.0, bytes=1
+    )
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_save_that_was_abandoned_before_it_began_never_begins(
+    saver: CheckpointSaver, before: int
+) -> None:
+    """Another node could not write its part, and this node's workers capture late."""
+    saver.begin(TWO_WORKERS)
+    for rank in range(before):
+        saver.captured(captured_by(rank, 9))
+    saver.abandon(2, 9)
+    saver.abandon(2, 9)  # as the other worker asks
+    (finished,) = [event for event in saver.events() if isinstance(event, SaveFinished)]
+    assert (finished.step, finished.error) == (9, "a worker could not write its part")
+    for rank in range(before, 2):
+        saver.captured(captured_by(rank, 9))
+    assert not saver.saving
+    saver.begin(TWO_WORKERS)
+    for rank in range(2):
+        saver.captured(captured_by(rank, 9))
+    assert saver.saving
+
+
+def test_a_save_that_newer_captures_have_followed_is_not_abandoned(saver: CheckpointSaver) -> None:
+    saver.begin(TWO_WORKERS)
+    saver.captured(captured_by(0, 10))
+    saver.abandon(2, 9)
+    assert not [event for event in saver.events() if isinstance(event, SaveFinished)]
