@@ -16,23 +16,31 @@ from torch import Tensor
 _GRAIN_BYTES = 16
 """A run of tensors lies in the image as far from a multiple of this as in shared memory, which
 every dtype's alignment divides."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What elements are copied as, by their size in bytes: of these a GPU copies many tensors by one
+kernel, and not of every dtype."""
 
 
-def room(device: torch.device) -> int:
-    """Returns how many bytes an image may take on a device: half of what training has never used.
+def room(device: torch.device, image_bytes: int) -> int:
+    """Returns how many bytes an image may take on a device: half of what torch has not taken of it.
 
-    On the CPU it is 0, since an image would cost what it saves.
+    What torch has taken, it keeps for the peaks of later steps. On the CPU it is 0, since an image
+    would cost what it saves.
+
+    Args:
+        device: The device.
+        image_bytes: Size of the largest image that torch has taken memory for, which counts as not
+            taken.
     """
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return max(0, (free + cached) // 2)
+    return (free + image_bytes) // 2
 
 
 @dataclass(slots=True)
 class _Run:
-    """Holds tensors of one dtype that follow each other in shared memory without a gap."""
+    """Holds integers of one dtype that follow each other in shared memory without a gap."""
 
     start: int
     """Position in shared memory of the first one's first byte."""
@@ -47,11 +55,19 @@ def _runs(tensors: Mapping[int, Tensor]) -> list[_Run]:
     runs: list[_Run] = []
     stop, dtype = -1, None
     for start, tensor in tensors.items():
+        tensor = _as_integers(tensor)
         if start != stop or tensor.dtype != dtype:
             runs.append(_Run(start))
         runs[-1].tensors.append(tensor)
         stop, dtype = start + tensor.nbytes, tensor.dtype
     return runs
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Returns the bits of a tensor as integers in one dimension; they share its memory if they
+    can."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat.view(_INTEGERS[flat.element_size()])
 
 
 class DeviceImage:
@@ -79,8 +95,7 @@ class DeviceImage:
         for run, place in zip(runs, places, strict=True):
             there = image[place.start : place.stop].view(run.tensors[0].dtype)
             sizes = [tensor.numel() for tensor in run.tensors]
-            flat = [tensor.detach().reshape(-1) for tensor in run.tensors]
-            torch._foreach_copy_(list(there.split(sizes)), flat)
+            torch._foreach_copy_(list(there.split(sizes)), run.tensors)
         self._parts = [
             (memory[there.start : there.stop], image[place.start : place.stop])
             for there, place in _joined(runs, places)

@@ -124,7 +124,7 @@ def _by_device(
 
 
 class SharedMemoryStager:
-    """Writes the shards of one worker, each into its own slot; only one thread may use it."""
+    """Writes the shards of one worker, each into its own slot; one thread at a time may use it."""
 
     def __init__(
         self, root: Path, local_rank: int, overflow: Path | None = None, *, name: str = ""
@@ -143,6 +143,8 @@ class SharedMemoryStager:
         self._slots = Slots(root, name or f"worker-{local_rank}", overflow)
         self._memory: dict[MemorySlot, torch.Tensor] = {}
         self._contents: dict[MemorySlot, _Contents] = {}
+        self._image_bytes = 0
+        """Size of the largest image that was made."""
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         """The worker's own GPU. Another thread's current device is the machine's first until it
         sets one."""
@@ -235,23 +237,32 @@ class SharedMemoryStager:
         now = _Contents(draft.layout, rank, len(head), change_marks(frozen))
         there = now.kept_from(self._contents.pop(slot, None))
         placed = _placed(draft, rank, by_name.values(), there)
-        images = self._copy(memory[len(head) : size], placed, beside=options.beside)
         ranges = _ranges(draft, rank, len(head), options.trained)
         path = self._store.path(draft.generation, draft.step, slot.root)
         path.mkdir(parents=True, exist_ok=True)
         self._store.write_draft(draft, rank, ranges, slot.root)
+        images = self._copy(memory[len(head) : size], placed, beside=options.beside)
+
+        def show() -> None:
+            self._contents[slot] = now
+            slot.link(path / draft.file_name(rank))
+            self._store.finish_draft(shard, slot.root)
 
         def finish() -> None:
             for image in images:
                 image.await_written()
-            self._contents[slot] = now
             with self._as_storage_error():
-                slot.link(path / draft.file_name(rank))
-                self._store.finish_draft(shard, slot.root)
+                try:
+                    show()
+                except Exception as error:
+                    (path / draft.file_name(rank)).unlink(missing_ok=True)  # the slot is free again
+                    # A newer capture of another rank of the node may have replaced this one.
+                    if not isinstance(error, FileNotFoundError) or not slot.path.exists():
+                        raise
 
         if images:
             return StagedShard(size, finish)
-        finish()
+        show()
         return StagedShard(size)
 
     def _free_slot(self, size: int, options: StagingOptions) -> MemorySlot:
@@ -307,17 +318,20 @@ class SharedMemoryStager:
     def _image(
         self, memory: torch.Tensor, device: torch.device, tensors: Mapping[int, torch.Tensor]
     ) -> DeviceImage | None:
-        """Returns an image of tensors on one device; None: it has no room, or is not the worker's
-        own GPU."""
-        if sum(tensor.nbytes for tensor in tensors.values()) > device_image.room(device):
+        """Returns an image of tensors on one device; None: it has no room, or it is a GPU that is
+        not the worker's own or cannot write to the slot by itself."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size > device_image.room(device, self._image_bytes):
             return None
         on_gpu = device.type == "cuda"
-        if on_gpu and device.index != self._gpu:
+        if on_gpu and not (device.index == self._gpu and memory.is_pinned()):
             return None
         try:
-            return DeviceImage(memory, tensors, self._side_stream() if on_gpu else None)
+            image = DeviceImage(memory, tensors, self._side_stream() if on_gpu else None)
         except torch.OutOfMemoryError:
             return None
+        self._image_bytes = max(self._image_bytes, size)
+        return image
 
     def _bytes_of(self, slot: MemorySlot) -> torch.Tensor:
         """Returns the slot's memory as a tensor, pinned if there is a GPU and the system permits

@@ -24,10 +24,9 @@ class CopyBeside:
         def run() -> None:
             try:
                 finish()
+                then()
             except Exception as error:  # noqa: BLE001 - raised in the thread that trains
                 self._error = error
-            else:
-                then()
 
         self._thread = threading.Thread(target=run, name="elasticzero-capture", daemon=True)
         self._thread.start()
@@ -42,7 +41,8 @@ class CopyBeside:
         self.join()
         self.check()
 
-    def join(self) -> None:
-        """Waits until no capture is being finished, whatever comes of it."""
+    def join(self, limit_s: float | None = None) -> None:
+        """Waits until no capture is being finished, whatever comes of it; for this many seconds at
+        most."""
         if (thread := self._thread) is not None:
-            thread.join()
+            thread.join(limit_s)

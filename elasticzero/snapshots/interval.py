@@ -46,7 +46,7 @@ class IntervalTuner:
     def __init__(self) -> None:
         self._costs_s: deque[float] = deque(maxlen=_RECENT_COSTS)
         self._in_flight_s: deque[float] = deque(maxlen=_RECENT_COSTS)
-        """Times after which the snapshots of these costs were held."""
+        """Times after which those of these snapshots were held that could be."""
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         """Times of steps without a capture in flight, or no slower beside one."""
         self._stall_s: float | None = None
@@ -83,11 +83,11 @@ class IntervalTuner:
         """Records the time of a step."""
         (self._steps_s if self._stall_s is None else self._beside_s).append(seconds)
 
-    def snapshot_done(self, in_flight_s: float = 0.0) -> None:
+    def snapshot_done(self, in_flight_s: float | None = None) -> None:
         """Records that no snapshot is in flight any more.
 
         Args:
-            in_flight_s: Time in seconds after which it was held.
+            in_flight_s: Time in seconds after which it was held; None: it could not be held.
 
         Steps that were no slower beside it show the usual time of a step: if snapshots follow each
         other without a gap, there are no others.
@@ -99,7 +99,8 @@ class IntervalTuner:
             self._steps_s.extend(self._beside_s)
             slower_s = 0.0
         self._costs_s.append(self._stall_s + slower_s)
-        self._in_flight_s.append(in_flight_s)
+        if in_flight_s is not None:
+            self._in_flight_s.append(in_flight_s)
         self._stall_s = None
 
     def proposed_interval(self) -> int:
@@ -107,7 +108,7 @@ class IntervalTuner:
         0."""
         if not self._costs_s or not self._steps_s:
             return 0
-        in_flight_s = statistics.median(self._in_flight_s)
+        in_flight_s = statistics.median(self._in_flight_s or [0.0])
         every, before = interval(self.cost_s, self.step_s, in_flight_s), self._proposed
         if len(self._costs_s) < SURE_COSTS:
             every = min(every, FIRST_STEPS)

@@ -34,6 +34,11 @@ from elasticzero.state.model import RankState
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.002
+_SETTLE_S = 1.0
+"""Seconds for which a worker that ends waits for a copy under way."""
+_SLOT_WAIT_S = 10.0
+"""Seconds for which a checkpoint waits for a slot whose snapshot it replaces, while the agent still
+reads that: until it is sealed, or saved."""
 _TRY_AGAIN_S, _MOST_TRY_AGAIN_S = 0.5, 30.0
 """Pause in seconds before the second try of the last save, and the longest pause."""
 
@@ -145,6 +150,7 @@ class StateStager:
             self._reserve(copy)
 
     def _reserve(self, copy: BoundaryCopy) -> None:
+        self._beside.join()  # a slot that is being filled looks free
         if not self._memory_checked:
             self._memory_checked = True
             self._check_memory(copy)
@@ -215,7 +221,8 @@ class StateStager:
         before, self._state = self._state, self._state.after_exchange(word)
         schedule, cost = self._state.schedule, self._tuner
         if not schedule.copying:
-            cost.snapshot_done(max(0.0, self._link.held_s - self._captured_s))
+            held_s = self._link.held_s - self._captured_s
+            cost.snapshot_done(held_s if held_s > 0.0 else None)
         if before.schedule.every != schedule.every and self._assignment.rank == 0:
             self._link.send(
                 SnapshotInterval(every=schedule.every, cost_s=cost.cost_s, step_s=cost.step_s)
@@ -307,16 +314,10 @@ class StateStager:
     def _write(self, drafted: Drafted, *, checkpoint: bool) -> _Written | None:
         """Writes a capture into shared memory; for want of that a checkpoint goes to storage, while
         training waits. Returns None if it lies nowhere."""
-        state, step = self._state, drafted.manifest.step
+        step = drafted.manifest.step
+        deadline_s = time.monotonic() + (_SLOT_WAIT_S if checkpoint else 0.0)
         try:
-            staged = self._writer.begin_into_memory(
-                drafted,
-                state.states_to_keep(self._assignment, at_stop=False),
-                every_byte=checkpoint,
-                extra=False,
-                beside=step > state.schedule.start,  # what a step takes of a device is known then
-            )
-            return _Written(size=staged.size, finish=staged.finish)
+            return self._write_to_memory(drafted, deadline_s, checkpoint=checkpoint)
         except StorageError as error:
             in_use = isinstance(error, SlotsInUse)
             if checkpoint:
@@ -324,6 +325,29 @@ class StateStager:
             if checkpoint or not in_use:
                 self._warn(f"no snapshot of step {step}: {one_line(error)}")
         return self._write_directly(drafted) if checkpoint and not in_use else None
+
+    def _write_to_memory(
+        self, drafted: Drafted, deadline_s: float, *, checkpoint: bool
+    ) -> _Written:
+        """Writes a capture into shared memory; waits for a slot until `deadline_s` on the monotonic
+        clock. Raises `StorageError`."""
+        state = self._state
+        while True:
+            try:
+                staged = self._writer.begin_into_memory(
+                    drafted,
+                    state.states_to_keep(self._assignment, at_stop=False),
+                    every_byte=checkpoint,
+                    extra=False,
+                    # What a step takes of a device is known after the first.
+                    beside=drafted.manifest.step > state.schedule.start,
+                )
+                return _Written(size=staged.size, finish=staged.finish)
+            except SlotsInUse:
+                if time.monotonic() >= deadline_s:
+                    raise
+            self._link.check()
+            time.sleep(_POLL_S)
 
     def _write_directly(self, drafted: Drafted) -> _Written | None:
         """Writes this rank's shard to storage; returns None if that failed."""
@@ -377,6 +401,10 @@ class StateStager:
         """Returns whether memory is free for the state as it is now."""
         return self._state.can_stop
 
+    def settle(self) -> None:
+        """Lets a copy that is under way come to its end where the state is not handed over."""
+        self._beside.join(_SETTLE_S)
+
     def capture_at_stop(self, copy: BoundaryCopy) -> Captured:
         """Captures the snapshot of the stop protocol: this rank's shard of the whole state."""
         began_s = time.monotonic()
@@ -417,7 +445,9 @@ class StateStager:
 
     @property
     def newest_save(self) -> NewestSave:
-        """Returns the state of this rank's newest save: ended or none, running, or failed."""
+        """Returns the state of this rank's newest save: ended or none, running, or failed; raises
+        if its capture could not be finished."""
+        self._beside.check()
         return self._state.newest_save(self._node())
 
     @property

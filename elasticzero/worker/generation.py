@@ -299,6 +299,7 @@ class Generation:
             results_suspect=self.groups is not None and self.groups.results_suspect,
             halved=at.halved,
             save=training.snapshot if clean else None,
+            settle=training.stager.settle,
             shut=shut,
         )
 

@@ -70,6 +70,8 @@ class StopState:
     """Samples of a micro-batch of half the size; None: its size is not to change."""
     save: Callable[[], Captured] | None = None
     """Writes the snapshot of the stop."""
+    settle: Callable[[], None] = lambda: None
+    """Waits a moment for a capture under way, which would be lost with the process."""
     shut: Callable[[], None] = lambda: None
     """Breaks the connections of the process groups."""
 
@@ -101,7 +103,10 @@ def run_stop_protocol(
         code = _report_lost_state(link, lost, state.step)
     finally:
         if not kept:
-            exit_now(code)
+            try:
+                state.settle()
+            finally:
+                exit_now(code)
     return code
 
 

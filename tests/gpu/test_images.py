@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,13 @@ ELEMENTS = 1 << 24
 NAMES = ("weights", "halves", "numbers")
 
 
-def test_a_captured_state_may_change_at_once(tmp_path: Path) -> None:
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+
+
+def test_a_captured_state_may_change_at_once(shared_memory: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     state = {
         "weights": torch.randn(ELEMENTS, device=device),
@@ -33,9 +41,9 @@ def test_a_captured_state_may_change_at_once(tmp_path: Path) -> None:
         name: TensorSpec(dtype, (ELEMENTS,))
         for name, dtype in zip(NAMES, ("F32", "BF16", "I64"), strict=True)
     }
-    assert room(device) > sum(tensor.nbytes for tensor in state.values())
+    assert room(device, 0) > sum(tensor.nbytes for tensor in state.values())
     layout = Layout(world_size=1, tensors=specs, groups=(Group("even", NAMES),))
-    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
+    store, writer = SnapshotStore(shared_memory), SharedMemoryStager(shared_memory, 0)
     for step in range(1, 4):
         manifest = Manifest(
             step=step, generation=1, token="g000001-x", strategy="ddp", layout=layout, state={}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,11 @@ def check(told: Story, tmp_path: Path, reference: dict[str, Tensor]) -> None:
     check_weights(tmp_path / "c", reference)
 
 
+def holders(told: Story) -> Counter[int]:
+    """How many nodes hold each step in memory."""
+    return Counter(event["step"] for event in told.of("kept") if event["error"] is None)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_was_held_comes_back_whatever_was_being_copied(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
@@ -39,6 +45,7 @@ def test_what_was_held_comes_back_whatever_was_being_copied(
     options = job_arguments(tmp_path, strategy, "1:3", *EACH_STEP, "--checkpoint-every", "7")
     with story(tmp_path, etcd.endpoint, job, options, nodes=3) as told:
         told.wait_for_step(20)
+        told.wait("a state that all hold", lambda: any(n == 3 for n in holders(told).values()))
         lose(told, 1)
         told.wait_for_first_step(2)
         told.wait_for_step(told.step + 5)
@@ -53,7 +60,20 @@ def test_what_was_held_comes_back_whatever_was_being_copied(
         codes = told.wait_for_end()
     assert sorted(codes.values())[0] == -9, told.logs()
     tiers = [world["tier"] for world in told.of("world") if world["generation"] > 1]
-    assert set(tiers) <= {"ram", "live"}, tiers
+    assert set(tiers) <= {"ram", "live"}, told.logs()
+    check(told, tmp_path, reference)
+
+
+def test_one_worker_of_a_node_still_copies_what_another_has_replaced(
+    tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
+) -> None:
+    """The snapshot before a checkpoint."""
+    options = job_arguments(tmp_path, "zero2", "2", *EACH_STEP, "--checkpoint-every", "3")
+    options = ["--nproc-per-node", "2", *options]
+    with story(tmp_path, etcd.endpoint, job, options, nodes=2) as told:
+        codes = told.wait_for_end()
+    assert codes == {"node-0": 0, "node-1": 0}, told.logs()
+    assert told.generation == 1, told.logs()
     check(told, tmp_path, reference)
 
 

@@ -33,7 +33,7 @@ def finish_unless_bad(store: SnapshotStore, shard: ShardName, root: Path | None 
     finish_draft(store, shard, root)
 
 
-device_image.room = lambda device: 1 << 40
+device_image.room = lambda device, image_bytes: 1 << 40
 DeviceImage.await_written = written_late  # type: ignore[assignment, method-assign]
 SnapshotStore.finish_draft = finish_unless_bad  # type: ignore[assignment, method-assign]
 runpy.run_path(str(Path(__file__).with_name("regression.py")), run_name="__main__")

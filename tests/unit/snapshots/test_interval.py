@@ -38,7 +38,7 @@ def seen(
     stall_s: float,
     beside_s: list[float],
     quiet: int = 20,
-    in_flight_s: float = 0.0,
+    in_flight_s: float | None = 0.0,
 ) -> None:
     """One snapshot, after steps of 0.1 s."""
     for _ in range(quiet):
@@ -70,6 +70,14 @@ def test_a_snapshot_that_costs_little_is_held_well_before_the_next(
     for _ in range(SURE_COSTS):
         seen(cost, stall_s=0.001, beside_s=[0.1], in_flight_s=in_flight_s)
     assert cost.proposed_interval() == every
+
+
+def test_a_snapshot_that_could_not_be_held_says_nothing_of_how_long_that_takes() -> None:
+    cost = IntervalTuner()
+    seen(cost, stall_s=0.001, beside_s=[0.1], in_flight_s=0.5)
+    for _ in range(SURE_COSTS):
+        seen(cost, stall_s=0.001, beside_s=[0.1], in_flight_s=None)
+    assert cost.proposed_interval() == 7
 
 
 def test_one_snapshot_that_cost_much_does_not_count() -> None:

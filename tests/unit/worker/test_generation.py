@@ -26,6 +26,7 @@ def test_half_a_micro_batch_is_known_without_a_state_to_save() -> None:
         step=3,
         strategy=SimpleNamespace(shards=2),
         snapshot=lambda: None,
+        stager=SimpleNamespace(settle=lambda: None),
     )
     generation.begin_training(Prepared(training=training, state_dict=dict))
     generation.tracker.move(lambda at: replace(at, condition=StepCondition.CLEAN, halved=4))

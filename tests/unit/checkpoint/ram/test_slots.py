@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from dataclasses import replace
@@ -102,7 +103,7 @@ def begun_beside(
     writer: SharedMemoryStager, step: int, monkeypatch: pytest.MonkeyPatch, room: int = 1 << 30
 ) -> StagedShard:
     """A capture where a device has so much room; the state changes right after it."""
-    monkeypatch.setattr(device_image, "room", lambda device: room)
+    monkeypatch.setattr(device_image, "room", lambda device, image_bytes: room)
     manifest = draft(step)
     copies = [replace(piece, data=piece.data.clone()) for piece in pieces(manifest)]
     staged = writer.begin(manifest, 0, copies, set(), StagingOptions(beside=True))
@@ -134,6 +135,38 @@ def test_a_device_without_room_has_its_tensors_copied_at_once(
     assert staged.finish is None
     assert torch.equal(read_draft(store, 5), TENSORS["a"])
     assert begun_beside(writer, 6, monkeypatch, room=size).finish is not None
+
+
+def test_a_capture_beside_training_gives_way_to_a_newer_one_of_another_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
+    staged = begun_beside(writer, 5, monkeypatch)
+    store.seal(captured(SharedMemoryStager(tmp_path, 1), 6))
+    assert staged.finish is not None
+    staged.finish()
+    assert store.drafts() == [] and [h.step for h in store.held()] == [6]
+    store.seal(captured(writer, 7, {(1, 6)}))
+    assert torch.equal(read(store, 7), TENSORS["a"])
+
+
+def test_a_capture_that_cannot_be_finished_leaves_its_slot_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another state of its step must stay."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    store, writer = SnapshotStore(tmp_path), SharedMemoryStager(tmp_path, 0)
+    staged = begun_beside(writer, 5, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotStore, "finish_draft", fail)
+        assert staged.finish is not None
+        with pytest.raises(StorageError, match="no room"):
+            staged.finish()
+    for step in (6, 7):
+        store.seal(captured(writer, step, {(1, 5), (1, step - 1)}))
 
 
 def test_a_capture_that_is_never_finished_leaves_its_slot_free(
