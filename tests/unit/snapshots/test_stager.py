@@ -41,10 +41,10 @@ def test_a_checkpoint_waits_for_a_slot_that_the_agent_still_reads(
 ) -> None:
     """A snapshot is left out instead, and said to be."""
     stager, errors = stager_of_a_job(), [SlotsInUse("both slots are read")] * 2
-    begun: list[object] = []
+    tries_made: list[object] = []
 
     def begin(drafted: Any, keep: Any, **_: Any) -> StagedShard:
-        begun.append(drafted)
+        tries_made.append(drafted)
         if errors:
             raise errors.pop()
         return StagedShard(1000)
@@ -53,7 +53,7 @@ def test_a_checkpoint_waits_for_a_slot_that_the_agent_still_reads(
     drafted: Any = SimpleNamespace(manifest=SimpleNamespace(step=5))
     stager._writer = writer
     written = stager._write(drafted, checkpoint=checkpoint)
-    assert len(begun) == tries
+    assert len(tries_made) == tries
     assert (written is not None and written.size == 1000) == checkpoint
 
 

@@ -28,9 +28,10 @@ from elasticzero.checkpoint.storage.disk import DiskDirectory, DiskStorage
 from elasticzero.errors import StorageError
 from elasticzero.ipc.messages import Captured, Tagged, TagStep
 from elasticzero.launcher.snapshots import checkpoint_saver
-from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver, StandstillCounter
+from elasticzero.launcher.snapshots.checkpoint_saver import CheckpointSaver
 from elasticzero.launcher.snapshots.roles import SnapshotRole
 from elasticzero.launcher.snapshots.save_events import SaveEvent, SaveFailed, SaveFinished
+from elasticzero.launcher.snapshots.standstill import StandstillCounter
 from tests.unit.checkpoint.cases import draft_of, elements, write_snapshot, write_step
 
 TOKEN = "g000002-0123456789abcdef"
