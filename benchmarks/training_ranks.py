@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from training_steps import Step, fully_sharded, strategy_step, torch_step
@@ -79,6 +80,10 @@ def contender(name: str, width: int, max_norm: float | None = None) -> Step:
     model = nn.Sequential(*[Block(width) for _ in range(BLOCKS)])
     if name == "DDP":
         return torch_step(DistributedDataParallel(model), adam(model.parameters()), max_norm)
+    if name == "DDP in fp16":
+        replicated = DistributedDataParallel(model)
+        replicated.register_comm_hook(None, fp16_compress_hook)
+        return torch_step(replicated, adam(model.parameters()), max_norm)
     if name == "DDP + ZRO":
         parted = ZeroRedundancyOptimizer(
             model.parameters(),

@@ -145,6 +145,9 @@ class LineUp:
     """Size of a bucket of zero1 and zero2, beyond which it takes no further parameter."""
     mirrored: bool = False
     """True if each rank keeps a live copy of another node's rank's part (`--redundancy mirror`)."""
+    sent_bytes: int = 0
+    """Bytes of an element of a gradient in a message, where it is encoded for its way between
+    ranks; 0: it is not."""
 
     @property
     def ranks(self) -> int:
@@ -186,12 +189,16 @@ def rank_memory(
             masters=0,
             gradients=whole * b,
             optimizer=kept.bytes_for(whole, b),
-            buffers=model.copied_bytes + (model.largest * b if line_up.ranks > 1 else 0),
+            buffers=model.copied_bytes
+            + (model.largest * b if line_up.ranks > 1 else 0)
+            + _messages(whole, model, line_up, line_up.ranks),
         )
     rounded = chunk * w if model.has_masters else 0
     divided = strategy == "zero3"
     frozen = -(-model.frozen_bytes // ranks) if divided else model.frozen_bytes
     buffers = _gathered(model) if divided else model.copied_bytes + _pool(strategy, model, line_up)
+    if not divided:
+        buffers += _messages(chunk, model, line_up, line_up.ranks // ranks)
     mirror = chunk * (b + w) + rounded + kept.bytes_for(chunk, w)
     memory = RankMemory(
         weights=(chunk if divided else whole) * b + frozen,
@@ -220,10 +227,25 @@ def _pool(strategy: str, model: ModelSize, line_up: LineUp) -> int:
         return 0
     all_bytes = model.elements * b
     needed = all_bytes if strategy == "zero2" else 0
-    if line_up.direct:
+    if ranks == line_up.ranks and (messages := _messages(model.elements, model, line_up, ranks)):
+        needed += messages
+    elif line_up.direct:
         needed += all_bytes * (ranks - 1) // ranks
     bucket = min(all_bytes, max(line_up.bucket_bytes, model.largest * b))
     return min(needed, POOL_BUCKETS * bucket)
+
+
+def _messages(elements: int, model: ModelSize, line_up: LineUp, ranks: int) -> int:
+    """Returns the bytes of what a rank sends and receives of gradients that are encoded.
+
+    Args:
+        elements: Elements of the gradients.
+        model: The sizes of the model.
+        line_up: The ranks, and what they send.
+        ranks: Number of ranks that sum these gradients.
+    """
+    sent_bytes = line_up.sent_bytes if line_up.sent_bytes < model.element_bytes else 0
+    return 2 * elements * sent_bytes * (ranks - 1) // ranks
 
 
 def _gathered(model: ModelSize) -> int:

@@ -64,6 +64,9 @@ class Option:
     is_compared: bool = False
     """True for a training option that must have the same value on all ranks; `session.prepare`
     compares them."""
+    is_new: bool = False
+    """True if the release before does not have it: its default is then left out of what ranks
+    compare, for a rank of that release has no value."""
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ from elasticzero.options.settings import (
     OnNonFinite,
     OnStraggler,
     TrainingSettings,
+    Wire,
     data_changes,
     spike_limit,
 )
@@ -80,6 +81,16 @@ _STRATEGY = grouped(
         ),
         field="training.bucket_bytes",
         is_compared=True,
+    ),
+    Option(
+        ("--wire",),
+        "ddp, zero1 and zero2 send gradients as they are (fp32), or rounded to 16 bits (bf16); "
+        "then ranks still add them up in the format that they have in memory.",
+        "fp32",
+        choices=get_args(Wire),
+        field="training.wire",
+        is_compared=True,
+        is_new=True,
     ),
     Option(
         ("--verify-replicas",),
@@ -278,5 +289,7 @@ def compared_options(settings: TrainingSettings) -> dict[str, str]:
     for option in TRAINING_OPTIONS:
         if option.is_compared:
             value = getattr(settings, option.field.removeprefix("training."))
+            if option.is_new and value == option.default:
+                continue
             texts[option.flags[0]] = str(option.default if value is None else value)
     return texts

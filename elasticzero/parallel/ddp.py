@@ -41,6 +41,7 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import check_takes_dense, open_optimizers
 from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
 from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemory
+from elasticzero.parallel.wire.sums import Peers
 from elasticzero.rank_groups import same_number
 from elasticzero.spans import Span
 from elasticzero.state.model import (
@@ -71,7 +72,8 @@ class Replicated:
         self.optimizers = open_optimizers(made, setting.named, "nothing")
         if not setting.alone:
             check_takes_dense(self.optimizers.by_name.values())
-        self._ranks, self._group = setting.world_size, setting.place.world_group
+        self._ranks = setting.world_size
+        self._peers = Peers.of_world(setting.place, setting.options.wire)
         self._device = setting.device
         self._alone = setting.alone
         self._one_release = setting.one_release
@@ -115,7 +117,7 @@ class Replicated:
             self.optimizers.name_of,
             plan,
             self._losses,
-            self._group,
+            self._peers,
             one_release=self._one_release,
         )
         self._gradients = BucketQueue(self._sums)
@@ -128,7 +130,8 @@ class Replicated:
 
     def enter_world(self, mesh: Mesh, plan: BucketPlan | None = None) -> None:
         """Sums gradients over the ranks of another world from the next step on."""
-        self._ranks, self._group = mesh.world_size, mesh.world_group
+        self._ranks = mesh.world_size
+        self._peers = Peers.of_world(mesh, self._peers.wire)
         self._changes.enter_world(self._ranks, anew=plan is not None)
         if plan is not None and not self._fixed_order:
             self._fill(plan)
@@ -248,7 +251,7 @@ class Replicated:
             return
         sums = torch.tensor(same_number.with_square(number), dtype=torch.float64)
         sums = sums.to(self._device)
-        dist.all_reduce(sums, group=self._group.process_group)
+        dist.all_reduce(sums, group=self._peers.group.process_group)
         total, squares = sums.tolist()
         if not same_number.is_same(number, self._ranks, (total, squares)):
             raise UserError(self._changes.sentence())

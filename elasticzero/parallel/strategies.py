@@ -14,11 +14,11 @@ from elasticzero.spans import STRATEGIES
 
 def create(name: str, setting: Setting) -> Strategy:
     """Returns the strategy of this name; the model is on its device already."""
+    check_options(name, setting.options, mirrored=setting.mirrored_by is not None)
     if name == "ddp":
         from elasticzero.parallel.ddp import Replicated
 
         return Replicated(setting)
-    check_options(name, setting.options, mirrored=setting.mirrored_by is not None)
     if setting.options.deterministic and name in ("zero1", "zero2"):
         from elasticzero.parallel.fixed_order.zero import WholeParameters
 
@@ -44,8 +44,10 @@ def check_options(strategy: str, options: TrainingSettings, *, mirrored: bool) -
 
     Raises:
         UserError: The strategy sums in an order that depends on the world, or keeps no live copies
-            with `--deterministic`.
+            with `--deterministic`, or cannot round what it sends.
     """
+    if options.wire != "fp32":
+        _check_wire(strategy, options)
     if not options.deterministic:
         return
     if strategy == "zero3":
@@ -57,4 +59,17 @@ def check_options(strategy: str, options: TrainingSettings, *, mirrored: bool) -
         raise UserError(
             "--deterministic cannot be had with --redundancy mirror: its zero1 and zero2 keep "
             "no live copies of other ranks' parts; leave out one of the two"
+        )
+
+
+def _check_wire(strategy: str, options: TrainingSettings) -> None:
+    if strategy == "zero3":
+        raise UserError(
+            f"--wire {options.wire} cannot be had with strategy zero3, whose gradients torch's "
+            "FSDP2 sends: use ddp, zero1 or zero2"
+        )
+    if options.deterministic:
+        raise UserError(
+            f"--wire {options.wire} cannot be had with --deterministic: what a rank rounds depends "
+            "on which slices it has; leave out one of the two"
         )

@@ -74,6 +74,7 @@ class FlatBuckets(PiecedStrategy):
         if (error := overlap(trained)) is not None:
             raise error
         self._trained, self._stage, self._plan = trained, stage, setting.bucket_plan
+        self._wire = setting.options.wire
         self._lay(mesh, shared_outside((*setting.model.parameters(), *setting.model.buffers())))
         self._pieced.place(self._own_pieces())
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
@@ -115,13 +116,14 @@ class FlatBuckets(PiecedStrategy):
         self._pieced.chunks = [
             MasteredValues(b.own_C, b.master_C) for b in self._buckets if b.master_C is not None
         ]
-        self._scatter = ReduceScatter(self._buckets, self._stage, mesh)
+        self._scatter = ReduceScatter(self._buckets, self._stage, mesh, self._wire)
         self._queue = BucketQueue(self._scatter)
 
     def _dealt(self, shards: int, plan: BucketPlan) -> list[DealtNames]:
         order = plan.filling_order(list(self._parameters))
         trained = {name: self._trained[name] for name in order if name in self._trained}
-        return list(deal(trained, self.optimizers.group_of, shards, plan.size_bytes))
+        group_of = self.optimizers.group_of
+        return list(deal(trained, group_of, shards, plan.size_bytes, self._wire))
 
     def _own_pieces(self) -> dict[str, ParameterPiece]:
         return {piece.name: piece for bucket in self._buckets for piece in bucket.pieces()}

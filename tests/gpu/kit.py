@@ -37,7 +37,7 @@ WHOLE = (
     "tests/gpu",
     *(
         f"{INTEGRATION}{name}.py"
-        for name in ("strategies", "worker_process", "elastic_training", "worker_reuse")
+        for name in ("strategies", "worker_process", "elastic_training", "worker_reuse", "wire")
     ),
     f"{INTEGRATION}memory_tier.py",
     f"{INTEGRATION}one_process.py",

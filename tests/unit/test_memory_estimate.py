@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticzero.memory_estimate import (
@@ -56,6 +58,25 @@ def test_the_pool_is_no_larger_than_what_passes_through_it() -> None:
     transient = 40
     assert rank_memory("zero1", small, ADAMW, line_up).buffers == 2000 + transient
     assert rank_memory("zero2", small, ADAMW, line_up).buffers == 6000 + transient
+
+
+def test_encoded_gradients_need_memory_for_their_messages() -> None:
+    """What a rank sends to the others and gets from them: three quarters of it, 2 bytes each."""
+    model = ModelSize(elements=1000, element_bytes=4, largest=10, layer=10)
+    plain = LineUp(nodes=4, ranks_per_node=1)
+    encoded = replace(plain, sent_bytes=2)
+    added = {
+        strategy: rank_memory(strategy, model, ADAMW, encoded).total
+        - rank_memory(strategy, model, ADAMW, plain).total
+        for strategy in STRATEGIES
+    }
+    assert added == {"ddp": 3000, "zero1": 3000, "zero2": 3000, "zero3": 0}
+    halves = replace(model, element_bytes=2)
+    assert rank_memory("ddp", halves, ADAMW, encoded) == rank_memory("ddp", halves, ADAMW, plain)
+    rows = replace(encoded, ranks_per_node=2, shard="node")
+    messages = rank_memory("zero1", model, ADAMW, rows).buffers
+    messages -= rank_memory("zero1", model, ADAMW, replace(rows, sent_bytes=0)).buffers
+    assert messages == 2 * 500 * 2 * 3 // 4  # of its half, between four nodes
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])

@@ -21,6 +21,7 @@ from elasticzero.memory_estimate import (
     snapshot_bytes,
     state_bytes,
 )
+from elasticzero.options.settings import SENT_BYTES, Wire
 from elasticzero.spans import REDUNDANCIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
 
@@ -117,6 +118,12 @@ def add_plan_options(parser: Parser) -> None:
         default=f"{FLAT_BUCKET_BYTES >> 20}MiB",
         metavar="SIZE",
         help="zero1 and zero2 send gradients in buckets of SIZE.",
+    )
+    add(
+        "--wire",
+        choices=get_args(Wire),
+        default="fp32",
+        help="ddp, zero1 and zero2 send gradients in this format; zero3 has fp32 alone.",
     )
     add(
         "--cpu-offload",
@@ -216,13 +223,15 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
     _check_room(args, room)
     shards = _shards(args)
     rows = []
-    for strategy, shard in _cases(kept.strategies, shards):
+    strategies = [name for name in kept.strategies if name != "zero3" or args.wire == "fp32"]
+    for strategy, shard in _cases(strategies, shards):
         line_up = LineUp(
             nodes=args.nodes,
             ranks_per_node=args.gpus,
             shard=shard or "world",
             bucket_bytes=args.bucket_bytes,
             mirrored=args.redundancy == "mirror",
+            sent_bytes=SENT_BYTES[args.wire],
         )
         memory = rank_memory(strategy, model, kept, line_up, offloaded=args.cpu_offload)
         rows.append(

@@ -9,17 +9,20 @@ Shapes: E elements of a bucket's gradients, N of its parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elasticzero.options.settings import Wire
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.buckets.queue import GradientBucket
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.rank_groups.group import RankGroup
+from elasticzero.parallel.wire.codecs import codec_of
+from elasticzero.parallel.wire.sums import CompressedSum, Peers
 from elasticzero.step_clock import wait_for
 
 BUCKET_BYTES = 25 << 20
@@ -34,6 +37,11 @@ class SummedBucket(GradientBucket):
 
     flat: Tensor
     """E gradients, N uses, the loss; or 0, where losses have a message of their own."""
+
+    @property
+    def gradients_E(self) -> Tensor:
+        """Returns the gradients."""
+        return self.flat[: -len(self.names) - 1]
 
     @property
     def tail(self) -> Tensor:
@@ -52,7 +60,7 @@ class AllReduce:
         optimizer_of: Mapping[str, str],
         plan: BucketPlan,
         losses: LossCheck,
-        group: RankGroup,
+        peers: Peers,
         *,
         one_release: bool = True,
     ) -> None:
@@ -63,18 +71,20 @@ class AllReduce:
             optimizer_of: The name of a parameter's optimizer; empty: there is one optimizer.
             plan: The order in which buckets are filled, and their size.
             losses: The losses of this rank's part of the global batch.
-            group: The ranks over which gradients are summed.
+            peers: The ranks over which gradients are summed, and their format between these.
             one_release: Whether no rank is of the release before, which has no message for losses.
         """
         order = plan.filling_order(list(parameters))
         trained = {n: p for n in order if (p := parameters[n]).requires_grad and p.numel()}
         self.buckets = [
             SummedBucket(names, [parameters[n] for n in names])
-            for names in _deal(trained, optimizer_of, plan.size_bytes or BUCKET_BYTES)
+            for names in _deal(trained, optimizer_of, plan.size_bytes or BUCKET_BYTES, peers.wire)
         ]
         self._losses = losses
-        self._group = group
-        self._under_way: list[tuple[SummedBucket, Any]] = []
+        self._peers = peers
+        self._under_way: list[tuple[SummedBucket, Any, CompressedSum | None]] = []
+        """The buckets, what must be waited for, and the sum of gradients that are encoded: then
+        only the tail is waited for."""
         self._losses_apart = one_release and any(
             p.dtype.itemsize < LOSS_BYTES for p in trained.values()
         )
@@ -87,7 +97,7 @@ class AllReduce:
 
     def enter_world(self, mesh: Mesh) -> None:
         """Sums over the ranks of another world from the next step on; the buckets stay."""
-        self._group = mesh.world_group
+        self._peers = replace(self._peers, index=mesh.rank, group=mesh.world_group)
 
     def lend(self, bucket: SummedBucket) -> None:
         numels = [parameter.numel() for parameter in bucket.parameters]
@@ -100,7 +110,7 @@ class AllReduce:
         ]
 
     def begin(self, bucket: SummedBucket, *, complete: bool) -> None:
-        tail, loss, group = bucket.tail, self._part_of_loss, self._group.process_group
+        tail, loss, group = bucket.tail, self._part_of_loss, self._peers.group.process_group
         if all(bucket.used_N):
             tail.fill_(1)
         else:
@@ -110,23 +120,34 @@ class AllReduce:
         else:
             tail[-1].copy_(_limited(loss, tail.dtype))
         if self._losses_apart and self._summed_losses is None:
-            summed = bucket.flat.new_zeros(1, dtype=torch.float32)
+            losses = bucket.flat.new_zeros(1, dtype=torch.float32)
             if loss is not None:
-                summed.copy_(loss)
-            self._summed_losses = summed, dist.all_reduce(summed, group=group, async_op=True)
-        self._under_way.append((bucket, dist.all_reduce(bucket.flat, group=group, async_op=True)))
+                losses.copy_(loss)
+            self._summed_losses = losses, dist.all_reduce(losses, group=group, async_op=True)
+        codec = codec_of(self._peers.wire, bucket.parameters[0]) if self._peers.count > 1 else None
+        encoded = None
+        if codec is not None:
+            encoded = CompressedSum(bucket.gradients_E, codec, self._peers)
+        summed = bucket.flat if encoded is None else tail
+        work = dist.all_reduce(summed, group=group, async_op=True)
+        self._under_way.append((bucket, work, encoded))
 
     def finish(self) -> None:
         """Waits for the sums; takes those from parameters that no rank has used (F5)."""
         under_way, self._under_way = self._under_way, []
         if not under_way:
             return
+        encoded = [gradients for _, _, gradients in under_way if gradients is not None]
+        for gradients in encoded:
+            gradients.add_up()
+        for gradients in encoded:
+            gradients.finish()
         summed, self._summed_losses = self._summed_losses, None
-        wait_for([work for _, work in under_way] + ([summed[1]] if summed is not None else []))
-        last, _ = under_way[-1]
+        wait_for([work for _, work, _ in under_way] + ([summed[1]] if summed is not None else []))
+        last = under_way[-1][0]
         self.loss = last.tail[-1].to(torch.float32) if summed is None else summed[0][0]
         # Nothing waits for the uses of buckets that this rank has used as a whole.
-        partly_used = [bucket for bucket, _ in under_way if not all(bucket.used_N)]
+        partly_used = [bucket for bucket, _, _ in under_way if not all(bucket.used_N)]
         if not partly_used:
             return
         tails = [bucket.tail[:-1].to(torch.float32) for bucket in partly_used]
@@ -156,7 +177,10 @@ def _limited(loss: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _deal(
-    parameters: Mapping[str, nn.Parameter], optimizer_of: Mapping[str, str], size_bytes: int
+    parameters: Mapping[str, nn.Parameter],
+    optimizer_of: Mapping[str, str],
+    size_bytes: int,
+    wire: Wire,
 ) -> Iterable[list[str]]:
     """Returns the names in each bucket, in the order in which they are summed.
 
@@ -166,19 +190,28 @@ def _deal(
             same.
         size_bytes: A bucket of this size takes no further parameter; the first bucket may be
             smaller.
+        wire: The format between ranks; what is encoded is apart from what is not, and the first
+            bucket of what is encoded may be smaller.
     """
     buckets: list[list[str]] = []
+    first: list[str] | None = None
     open_buckets: dict[Any, tuple[list[str], int]] = {}
     first_bytes = min(size_bytes, FIRST_BUCKET_BYTES)
     for name, parameter in parameters.items():
-        kind = (parameter.dtype, parameter.device, optimizer_of.get(name, ""))
+        is_encoded = codec_of(wire, parameter) is not None
+        kind = (parameter.dtype, parameter.device, optimizer_of.get(name, ""), is_encoded)
         names, size = open_buckets.get(kind, ([], 0))
-        limit = first_bytes if buckets and names is buckets[0] else size_bytes
+        limit = first_bytes if names is first else size_bytes
         if not names or size >= limit:
             names, size = [], 0
             buckets.append(names)
+            if first is None and is_encoded == (wire != "fp32"):
+                first = names
         names.append(name)
         open_buckets[kind] = names, size + parameter.numel() * parameter.element_size()
+    if wire != "fp32":  # else a small bucket of vectors would hold up those of all matrices
+        place = {name: index for index, name in enumerate(parameters)}
+        buckets.sort(key=lambda names: place[names[-1]])
     return buckets
 
 

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.memory_estimate import FLAT_BUCKET_BYTES
+from elasticzero.options.settings import Wire
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
 from elasticzero.parallel.optimizers.moves import Place
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import lie_at, memory_of, moved
+from elasticzero.parallel.wire.codecs import codec_of
 from elasticzero.spans import Span, intersect
 from elasticzero.torch_internals.tensors import sharing_tensors
 
@@ -254,6 +256,7 @@ def deal(
     group_of: Mapping[str, OptimizerGroup],
     world_size: int,
     size_bytes: int | None = None,
+    wire: Wire = "fp32",
 ) -> Iterator[DealtNames]:
     """Yields the names in each bucket, which is filled in the order of `parameters`.
 
@@ -266,9 +269,10 @@ def deal(
         group_of: The optimizer's group of each parameter, by name.
         world_size: Number of ranks in a row, to which whole parameters are dealt.
         size_bytes: A bucket takes no further parameter beyond it; None: `BUCKET_BYTES`.
+        wire: The format of gradients between ranks; what is encoded is apart from what is not.
     """
     loads = [0] * world_size
-    for names in _fill(parameters, group_of, size_bytes or BUCKET_BYTES):
+    for names in _fill(parameters, group_of, size_bytes or BUCKET_BYTES, wire):
         if group_of[names[0]].nature.works_on == "elements":
             yield DealtNames(names=names)
             continue
@@ -281,7 +285,10 @@ def deal(
 
 
 def _fill(
-    parameters: dict[str, nn.Parameter], group_of: Mapping[str, OptimizerGroup], size_bytes: int
+    parameters: dict[str, nn.Parameter],
+    group_of: Mapping[str, OptimizerGroup],
+    size_bytes: int,
+    wire: Wire,
 ) -> Iterator[list[str]]:
     open_buckets: dict[Any, list[str]] = {}
     sizes: dict[Any, int] = {}
@@ -292,6 +299,7 @@ def _fill(
         kind = (
             *(group.optimizer_name, works_on, parameter.dtype, parameter.device),
             tuple(sorted(kept)) if works_on == "elements" else (),
+            codec_of(wire, parameter) is not None,
         )
         size = parameter.numel() * parameter.element_size()
         if kind in open_buckets and sizes[kind] + size > size_bytes:

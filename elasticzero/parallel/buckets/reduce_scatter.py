@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elasticzero.memory_estimate import POOL_BUCKETS
+from elasticzero.options.settings import Wire
 from elasticzero.parallel.buckets.exchange import (
     begin_reduce_scatter,
     begin_replica_sum,
@@ -26,6 +27,8 @@ from elasticzero.parallel.buckets.exchange import (
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.buckets.queue import GradientBucket
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.wire.codecs import Codec, codec_of
+from elasticzero.parallel.wire.sums import ChunkSum, CompressedSum, Peers, Take
 from elasticzero.step_clock import wait_for
 
 
@@ -81,24 +84,29 @@ class ScatteredBucket(GradientBucket):
     reduced_C: Tensor
     """The sum over ranks of this rank's chunk; a part of `flat_E` where the bucket is kept."""
 
-    def __init__(self, bucket: FlatBucket, pool: BufferPool, *, keeps: bool) -> None:
+    def __init__(
+        self, bucket: FlatBucket, pool: BufferPool, codec: Codec | None, *, keeps: bool
+    ) -> None:
         """Begins without memory for gradients, which `ReduceScatter.lend` gives.
 
         Args:
             bucket: The parameters.
             pool: Lends memory for gradients and for messages.
+            codec: Encodes what is sent; None: it is sent as it is.
             keeps: True: the gradients stay through a global batch, and are summed in place.
         """
         self.bucket = bucket
         """The parameters of these gradients."""
         if not keeps:
             self.reduced_C = torch.zeros_like(bucket.own_part(bucket.flat_E))
-        self.pool = pool
+        self.pool, self.codec = pool, codec
         self.flat_E: Tensor | None = None
         """The gradients; None: it has no memory now."""
         self.received: Tensor | None = None
         """The other ranks' parts of the sum under way, one row each."""
         self.works: list[Any] = []
+        self.encoded: ChunkSum | None = None
+        """The sum under way, where what is sent is encoded."""
         self.complete = False
         """The exchange under way is the global batch's last of this bucket."""
         self.buffers: list[Tensor] = []
@@ -113,18 +121,24 @@ class ScatteredBucket(GradientBucket):
         """Stage 2: a micro-batch of the global batch is in `reduced_C`."""
         self.replica_works: list[Any] | None = None
         """The sum over the replicas of the chunk; None: it has not begun."""
+        self.replica_sum: CompressedSum | None = None
+        """This sum where it is encoded."""
 
 
 class ReduceScatter:
     """Implements `Exchange`."""
 
-    def __init__(self, buckets: Sequence[FlatBucket], stage: int, mesh: Mesh) -> None:
+    def __init__(
+        self, buckets: Sequence[FlatBucket], stage: int, mesh: Mesh, wire: Wire = "fp32"
+    ) -> None:
         """Makes one pool of memory for the buckets of each dtype and device.
 
         Args:
             buckets: The parameters, in the order in which a backward fills the buckets.
             stage: 1 for `zero1`, 2 for `zero2`.
             mesh: The rows of ranks; each rank of a row gets a chunk.
+            wire: The format of gradients between ranks; where there are several rows, of sums
+                between these.
         """
         self._mesh = mesh
         self.keeps = stage == 1 or mesh.shards == 1
@@ -137,7 +151,8 @@ class ReduceScatter:
         for bucket in buckets:
             kind = (bucket.flat_E.dtype, bucket.flat_E.device)
             pool = pools.setdefault(kind, BufferPool(bucket.flat_E, POOL_BUCKETS * largest[kind]))
-            self.buckets.append(ScatteredBucket(bucket, pool, keeps=self.keeps))
+            codec = codec_of(wire, bucket.parameters[0])
+            self.buckets.append(ScatteredBucket(bucket, pool, codec, keeps=self.keeps))
         self._under_way: deque[ScatteredBucket] = deque()
 
     def lend(self, bucket: ScatteredBucket) -> None:
@@ -157,13 +172,26 @@ class ReduceScatter:
             flat_E[flat_bucket.numel :].zero_()
         bucket.complete, bucket.is_exchanged = complete, True
         if self._mesh.shards > 1:
-            if is_direct(flat_E):
-                peers = self._mesh.shards - 1
-                room = self._borrow(bucket, peers * flat_bucket.chunk)
-                bucket.received = room[: peers * flat_bucket.chunk].view(peers, flat_bucket.chunk)
-            chunks = flat_bucket.chunks(flat_E)
-            bucket.works = begin_reduce_scatter(flat_E, chunks, bucket.received, self._mesh)
+            self._send(bucket, flat_bucket.chunks(flat_E), flat_E)
         self._under_way.append(bucket)
+
+    def _send(self, bucket: ScatteredBucket, chunks: Sequence[Tensor], flat_E: Tensor) -> None:
+        """Begins to sum a bucket over the ranks of the row.
+
+        Args:
+            bucket: The bucket.
+            chunks: The chunk of each rank.
+            flat_E: All chunks, end to end.
+        """
+        if bucket.codec is not None and self._mesh.replicas == 1:
+            row, take = Peers.of_row(self._mesh), self._lender(bucket)
+            bucket.encoded = ChunkSum(chunks, bucket.codec, row, take)
+            return
+        if is_direct(flat_E):
+            others, chunk = self._mesh.shards - 1, bucket.bucket.chunk
+            room = self._borrow(bucket, others * chunk)
+            bucket.received = room[: others * chunk].view(others, chunk)
+        bucket.works = begin_reduce_scatter(flat_E, chunks, bucket.received, self._mesh)
 
     def finish(self) -> None:
         while self._under_way:
@@ -190,6 +218,11 @@ class ReduceScatter:
         for bucket in exchanged:
             for work in bucket.replica_works or ():
                 work.wait()
+        sums = [bucket.replica_sum for bucket in exchanged if bucket.replica_sum is not None]
+        for chunk in sums:
+            chunk.add_up()
+        for chunk in sums:
+            chunk.finish()
         return [bucket.reduced_C for bucket in self.buckets]
 
     def _borrow(self, bucket: ScatteredBucket, numel: int) -> Tensor:
@@ -202,15 +235,26 @@ class ReduceScatter:
                 return buffer
             self._finish(self._under_way.popleft())
 
+    def _lender(self, bucket: ScatteredBucket) -> Take:
+        """Returns what lends a bucket memory for messages, as bytes."""
+
+        def take(size: int) -> Tensor:
+            numel = -(-size // bucket.bucket.flat_E.element_size())
+            return self._borrow(bucket, numel).view(torch.uint8)[:size]
+
+        return take
+
     def _finish(self, bucket: ScatteredBucket) -> None:
         """Waits for an exchange; afterwards this rank's chunk holds the sum."""
         wait_for(bucket.works)
+        if bucket.encoded is not None:
+            bucket.encoded.finish()
         assert bucket.flat_E is not None
         chunk_C = bucket.bucket.own_part(bucket.flat_E)
         if bucket.received is not None:
             for part_C in bucket.received:
                 chunk_C.add_(part_C)
-        bucket.works, bucket.received = [], None
+        bucket.works, bucket.received, bucket.encoded = [], None, None
         if not self.keeps:
             if bucket.has_sum:
                 bucket.reduced_C.add_(chunk_C)
@@ -227,5 +271,11 @@ class ReduceScatter:
 
     def _begin_replicas(self, bucket: ScatteredBucket) -> None:
         """Begins to sum a complete chunk over its replicas, unless this has begun (F8)."""
-        if bucket.replica_works is None:
-            bucket.replica_works = begin_replica_sum(bucket.reduced_C, self._mesh)
+        if bucket.replica_works is not None:
+            return
+        reduced_C, mesh = bucket.reduced_C, self._mesh
+        if bucket.codec is not None and mesh.replicas > 1 and reduced_C.numel():
+            bucket.replica_works = []
+            bucket.replica_sum = CompressedSum(reduced_C, bucket.codec, Peers.of_replicas(mesh))
+        else:
+            bucket.replica_works = begin_replica_sum(reduced_C, mesh)

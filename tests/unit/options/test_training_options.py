@@ -178,6 +178,7 @@ def test_ranks_compare_options_by_the_same_texts_as_the_release_before() -> None
         on_spike=spike_limit("--on-spike", SPIKES),
     )
     assert [*compared_options(settings).values()] == ["True", "auto", "skip", SPIKES]
+    assert compared_options(TrainingSettings(wire="bf16"))["--wire"] == "bf16"
 
 
 def test_no_field_of_the_settings_is_without_an_option() -> None:
@@ -192,6 +193,7 @@ WRONG = {
     "redundancy": "twice",
     "deterministic": "perhaps",
     "bucket_bytes": "0",
+    "wire": "int3",
     "verify_replicas": "often",
     "on_nonfinite": "later",
     "on_spike": "later",

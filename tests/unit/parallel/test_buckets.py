@@ -28,6 +28,7 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
 from elasticzero.parallel.optimizers.moves import Division
 from elasticzero.parallel.optimizers.probe import GroupNature
+from elasticzero.parallel.wire.sums import Peers
 from elasticzero.state.model import NamedModel, spec_of
 from tests.support.fake_groups import fake_group
 
@@ -277,8 +278,8 @@ def test_a_loss_has_no_message_of_its_own_where_the_release_before_sends_none(
     losses = LossCheck()
     losses.add(torch.tensor(1e6), 1.0)
     parameters = {"w": nn.Parameter(torch.ones(3, dtype=dtype))}
-    group = fake_group(2)
-    sums = AllReduce(parameters, {}, DEFAULT_PLAN, losses, group, one_release=one_release)
+    peers = Peers(index=0, group=fake_group(2))
+    sums = AllReduce(parameters, {}, DEFAULT_PLAN, losses, peers, one_release=one_release)
     (bucket,) = sums.buckets
     sums.lend(bucket)
     bucket.used_N = [True]
