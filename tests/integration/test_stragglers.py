@@ -17,7 +17,7 @@ from tests.integration.clusters import REGRESSION, events_in, story
 from tests.integration.clusters import elasticzero as command
 from tests.integration.reference import undisturbed
 from tests.integration.test_elastic_training import check_samples, check_weights
-from tests.support.cases import drawn
+from tests.support.cases import slow
 
 BATCH, EPOCHS = 60, 12
 
@@ -35,7 +35,7 @@ def samples_of(directory: Path) -> dict[int, dict[int, list[int]]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("strategy", drawn("ddp"))
+@pytest.mark.parametrize("strategy", ["ddp", slow("zero1"), slow("zero2")])  # zero3 tells no waits
 def test_a_slow_rank_computes_less_through_a_killed_node(
     strategy: str, tmp_path: Path, job: str
 ) -> None:

@@ -154,8 +154,8 @@ class Message:
         if self.is_sent:
             assert torch.equal(self.tensor, self.at_begin), "a message under way has changed"
             return
-        messages = self.group.messages[self.key]
         with self.group.changed:
+            messages = self.group.messages[self.key]
             self.group.changed.wait_for(lambda: self.group.failed or messages, timeout=10)
             assert messages, f"{self.key}: nothing has come"
             self.tensor.copy_(messages.popleft())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,8 @@ class FakeNetwork:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.local = threading.local()
-        self.queues: dict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+        ways = product(range(ranks), range(ranks))
+        self.queues: dict[tuple[int, int], Queue[Tensor]] = {way: Queue() for way in ways}
         self.sent_bytes = 0
 
     def begin(self, operations: list[dist.P2POp]) -> list[Any]:
