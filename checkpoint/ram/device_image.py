@@ -17,8 +17,8 @@ _GRAIN_BYTES = 16
 """A run of tensors lies in the image as far from a multiple of this as in shared memory, which
 every dtype's alignment divides."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What elements are copied as, by their size in bytes: of these a GPU copies many tensors by one
-kernel, and not of every dtype."""
+"""Says what elements are copied as, by their size in bytes: of these a GPU copies many tensors by
+one kernel, and not of every dtype."""
 
 
 def room(device: torch.device, image_bytes: int) -> int:

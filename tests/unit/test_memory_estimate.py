@@ -61,7 +61,7 @@ def test_the_pool_is_no_larger_than_what_passes_through_it() -> None:
 
 
 def test_encoded_gradients_need_memory_for_their_messages() -> None:
-    """What a rank sends to the others and gets from them: three quarters of it, 2 bytes each."""
+    """A rank sends three quarters of it to the others and gets as much, 2 bytes each."""
     model = ModelSize(elements=1000, element_bytes=4, largest=10, layer=10)
     plain = LineUp(nodes=4, ranks_per_node=1)
     encoded = replace(plain, sent_bytes=2)

@@ -213,7 +213,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def gradient_of(case: Case, step: int, rank: int, index: int, parameter: int) -> Tensor:
-    """Whole numbers, whose sums are exact in any order, also in eight bits."""
+    """Returns whole numbers, whose sums are exact in any order, also in eight bits."""
     seed = (((step * 5 + rank) * 5 + index) * 11 + parameter) * 2 + 1
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-20, 20, (case.sizes[parameter],), generator=generator).double()

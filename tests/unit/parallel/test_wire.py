@@ -59,7 +59,7 @@ class FakeNetwork:
         return wait
 
     def run(self, body: Callable[[Peers], Tensor]) -> list[Tensor]:
-        """What `body` returns on each rank."""
+        """Returns what `body` returns on each rank."""
         results: list[Any] = [None] * self.ranks
 
         def on(rank: int) -> None:
@@ -74,15 +74,18 @@ class FakeNetwork:
         return results
 
 
-@pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], FakeNetwork]:
-    def made(ranks: int) -> FakeNetwork:
-        network = FakeNetwork(ranks)
-        monkeypatch.setattr(dist, "batch_isend_irecv", network.begin)
-        monkeypatch.setattr(dist, "P2POp", fake_operation)
-        return network
+def fake_network(ranks: int, patch: pytest.MonkeyPatch) -> FakeNetwork:
+    network = FakeNetwork(ranks)
+    patch.setattr(dist, "batch_isend_irecv", network.begin)
+    patch.setattr(dist, "P2POp", fake_operation)
+    return network
 
-    return made
+
+def summed(peers: Peers, flat: Tensor) -> Tensor:
+    sums = CompressedSum(flat, BF16, peers)
+    sums.add_up()
+    sums.finish()
+    return flat
 
 
 def fake_operation(op: Any, tensor: Tensor, peer: int, group: Any, tag: int) -> Any:
@@ -106,18 +109,8 @@ def parts(draw: st.DrawFn) -> list[Tensor]:
 @given(parts())
 def test_all_ranks_have_the_same_sum(parts: list[Tensor]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        network = FakeNetwork(len(parts))
-        patch.setattr(dist, "batch_isend_irecv", network.begin)
-        patch.setattr(dist, "P2POp", fake_operation)
-
-        def body(peers: Peers) -> Tensor:
-            flat = parts[peers.index].clone()
-            sums = CompressedSum(flat, BF16, peers)
-            sums.add_up()
-            sums.finish()
-            return flat
-
-        results = network.run(body)
+        network = fake_network(len(parts), patch)
+        results = network.run(lambda peers: summed(peers, parts[peers.index].clone()))
     assert all(torch.equal(result, results[0]) for result in results)
     exact = torch.stack(parts).sum(0)
     error = (results[0] - exact).abs()
@@ -136,9 +129,7 @@ def test_a_rank_has_the_sum_of_its_chunk(parts: list[Tensor], data: st.DataObjec
     )
     bounds = list(zip([0, *cuts], [*cuts, numel], strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        network = FakeNetwork(ranks)
-        patch.setattr(dist, "batch_isend_irecv", network.begin)
-        patch.setattr(dist, "P2POp", fake_operation)
+        network = fake_network(ranks, patch)
 
         def body(peers: Peers) -> Tensor:
             flat = parts[peers.index].clone()
@@ -154,18 +145,10 @@ def test_a_rank_has_the_sum_of_its_chunk(parts: list[Tensor], data: st.DataObjec
         assert torch.equal(results[rank], expected)
 
 
-def test_half_of_the_bytes_are_sent(network: Callable[[int], FakeNetwork]) -> None:
-    made, numel = network(4), 4 * 1024
-
-    def body(peers: Peers) -> Tensor:
-        flat = torch.ones(numel)
-        sums = CompressedSum(flat, BF16, peers)
-        sums.add_up()
-        sums.finish()
-        return flat
-
-    made.run(body)
-    assert made.sent_bytes == 4 * (2 * 3 * 1024) * 2  # by rank: two halves, to three others
+def test_half_of_the_bytes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = fake_network(4, monkeypatch)
+    network.run(lambda peers: summed(peers, torch.ones(4 * 1024)))
+    assert network.sent_bytes == 4 * (2 * 3 * 1024) * 2  # by rank: two halves, to three others
 
 
 def test_ddp_begins_each_bucket_once_its_last_gradient_is_there() -> None:

@@ -1,4 +1,4 @@
-"""What the stop protocol takes for a lack of memory, and how it ends."""
+"""Checks what the stop protocol takes for a lack of memory, and how it ends."""
 
 from __future__ import annotations
 

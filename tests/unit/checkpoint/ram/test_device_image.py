@@ -15,7 +15,7 @@ DTYPES = (
     (torch.bfloat16, torch.float16, torch.int16, torch.uint16),
     (torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu),
 )
-"""By the size of an element, wide ones first as in a shard."""
+"""Lists dtypes by the size of an element, wide ones first as in a shard."""
 FILL = 77
 
 
