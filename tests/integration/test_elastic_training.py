@@ -101,8 +101,7 @@ def test_a_drained_node_and_a_newcomer_cost_no_step(
     assert codes == {"node-0": 75, "node-1": 0, "node-2": 0}
     assert told.lineage.recomputed == 0
     tiers = {event["generation"]: event["tier"] for event in told.of("world")}
-    tier = "ram" if strategy == "zero3" else "live"
-    assert tiers == {1: "fresh", 2: tier, 3: tier}
+    assert tiers == {1: "fresh", 2: "live", 3: "live"}
     check_samples(told.lineage, told.directory())
     check_weights(checkpoints, reference)
 
