@@ -252,7 +252,8 @@ def test_a_strike_at_each_line_of_a_planned_leave(
         if struck.running:
             STRIKES[strike](told, struck)
         codes = told.wait_for_end()
-    assert codes[leaver.name] in (75, -9), told.logs()
+    over = {0} if (strike, party) == ("freeze a worker", "the leaver") else set()
+    assert codes[leaver.name] in {75, -9} | over, told.logs()  # the job may be over before
     expected = {**dict.fromkeys(before[1:], 0), struck.name: CODES[strike]}
     assert {node: codes[node] for node in before[1:]} == {
         node: expected[node] for node in before[1:]
