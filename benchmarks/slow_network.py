@@ -1,11 +1,12 @@
 """Measures a step over a slow network with each `--wire`, beside torch's own compression of DDP.
 
     python benchmarks/slow_network.py [--link 100mbit] [--width 800] [--steps 3] [--pairs 3]
+        [--strategies ddp,zero1] [--wires fp32,int8]
 
 Two nodes of one worker have network namespaces of their own, whose cable takes so much (`tc`): that
 needs root. Each job takes steps by turns with torch's DDP in the same processes; beside a wire of
-16 bits that has torch's `fp16_compress_hook`, since its bf16 one needs a GPU. Medians, and their
-ratios to a job with `--wire fp32`.
+16 bits or fewer that has torch's `fp16_compress_hook`, since its bf16 one needs a GPU, and it has
+none of fewer. Medians, and their ratios to a job with `--wire fp32`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from recovery_trial import HERE, wait_for
 
 from elasticzero.launcher.local.cluster import Cluster, Placement, cluster_environment
 from elasticzero.launcher.store.etcd.server import EtcdServer
-from elasticzero.options.settings import Wire
+from elasticzero.options.wire import Wire, wire_of
 from elasticzero.text import table_text
 
 sys.path.insert(0, str(HERE.parent))
@@ -33,6 +33,7 @@ from tests.chaos.networks import Networks, NoNetworks
 
 LIMIT_S = 900.0
 STRATEGIES = ("ddp", "zero1", "zero2")
+WIRES = "fp32,bf16,fp8,int8,int4,topk:0.01"
 BURST = "64kb"
 
 
@@ -76,13 +77,14 @@ def measure(strategy: str, wire: Wire, order: argparse.Namespace) -> Measured:
         SystemExit: The job failed; its logs are left, and the message has their place.
     """
     runs = Path(tempfile.mkdtemp(prefix="elasticzero-slow-"))
-    out, reference = runs / "seconds.json", "DDP" if wire == "fp32" else "DDP in fp16"
-    job, networks = f"slow-{strategy}-{wire}", SlowNetworks(order.link)
+    out, reference = runs / "seconds.json", "DDP in fp16" if wire.is_lossy else "DDP"
+    job, networks = f"slow-{strategy}-{wire.format}", SlowNetworks(order.link)
     try:
         with EtcdServer(address=networks.address) as etcd:
             command = ["--etcd", etcd.endpoint, "--nnodes", "2", "--http-port", "0"]
-            command += ["--strategy", strategy, "--wire", wire, str(HERE / "training_session.py")]
-            command += [str(out), "--width", str(order.width), "--reference", reference]
+            command += ["--strategy", strategy, "--wire", str(wire)]
+            command += [str(HERE / "training_session.py"), str(out)]
+            command += ["--width", str(order.width), "--reference", reference]
             command += ["--pairs", str(order.pairs), "--steps", str(order.steps)]
             cluster = Cluster(command, job, runs, cluster_environment(2), place=networks.place)
             try:
@@ -113,11 +115,14 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3, help="of one turn")
     parser.add_argument("--pairs", type=int, default=3, help="turns of each")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="by commas")
+    parser.add_argument("--wires", default=WIRES, help="by commas, fp32 first")
     order = parser.parse_args()
+    wires = [wire_of("--wires", text) for text in order.wires.split(",")]
     rows: list[tuple[str, ...]] = []
     plain_s: dict[str, float] = {}
-    for strategy in STRATEGIES:
-        for wire in get_args(Wire):
+    for strategy in order.strategies.split(","):
+        for wire in wires:
             try:
                 steps = measure(strategy, wire, order)
             except NoNetworks as error:
@@ -125,7 +130,7 @@ def main() -> None:
             plain_s.setdefault(strategy, steps.session_s)
             rows.append(
                 (
-                    *(strategy, wire, f"{steps.session_s:.2f} s", f"{steps.torch_s:.2f} s"),
+                    *(strategy, str(wire), f"{steps.session_s:.2f} s", f"{steps.torch_s:.2f} s"),
                     f"{steps.session_s / steps.torch_s:.2f}",
                     f"{plain_s[strategy] / steps.session_s:.2f}",
                 )

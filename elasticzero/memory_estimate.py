@@ -121,6 +121,8 @@ class RankMemory:
     gradients in another precision."""
     mirrors: int = 0
     """Live copies of other ranks' parts, with the gradients for them."""
+    residual: int = 0
+    """What was not sent of gradients that are encoded: at the newest boundary, and at the next."""
     host: int = 0
     """State in host memory instead of the device's, which the other numbers leave out."""
 
@@ -128,7 +130,7 @@ class RankMemory:
     def total(self) -> int:
         """Returns what the device needs."""
         training = self.weights + self.masters + self.gradients + self.optimizer + self.buffers
-        return training + self.mirrors
+        return training + self.mirrors + self.residual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,7 @@ class LineUp:
     """Size of a bucket of zero1 and zero2, beyond which it takes no further parameter."""
     mirrored: bool = False
     """True if each rank keeps a live copy of another node's rank's part (`--redundancy mirror`)."""
-    sent_bytes: int = 0
+    sent_bytes: float = 0
     """Bytes of an element of a gradient in a message, where it is encoded for its way between
     ranks; 0: it is not."""
 
@@ -157,6 +159,11 @@ class LineUp:
     def shards(self) -> int:
         """Returns the number of ranks that hold the state together."""
         return self.ranks_per_node if self.shard == "node" else self.ranks
+
+    def encodes(self, strategy: str, model: ModelSize) -> bool:
+        """Returns whether ranks encode gradients that they send with this strategy."""
+        shorter = 0 < self.sent_bytes < model.element_bytes and model.element_bytes > 2
+        return shorter and strategy != "zero3"
 
     def has_mirrors(self, strategy: str) -> bool:
         """Returns whether ranks keep mirrors with this strategy."""
@@ -182,6 +189,7 @@ def rank_memory(
     if strategy not in STRATEGIES:
         raise ValueError(f"{strategy!r} is not one of {', '.join(STRATEGIES)}")
     ranks, b, w = line_up.shards, model.element_bytes, model.working_bytes
+    residual = 2 * model.elements * b * line_up.encodes(strategy, model)
     whole, chunk = model.elements, -(-model.elements // ranks)
     if strategy == "ddp":
         return RankMemory(
@@ -192,6 +200,7 @@ def rank_memory(
             buffers=model.copied_bytes
             + (model.largest * b if line_up.ranks > 1 else 0)
             + _messages(whole, model, line_up, line_up.ranks),
+            residual=residual,
         )
     rounded = chunk * w if model.has_masters else 0
     divided = strategy == "zero3"
@@ -207,6 +216,7 @@ def rank_memory(
         optimizer=kept.bytes_for(chunk, w),
         buffers=buffers + max(rounded, 0 if divided else model.largest * b),
         mirrors=mirror if line_up.has_mirrors(strategy) else 0,
+        residual=residual,
     )
     if not (offloaded and divided):
         return memory
@@ -244,8 +254,8 @@ def _messages(elements: int, model: ModelSize, line_up: LineUp, ranks: int) -> i
         line_up: The ranks, and what they send.
         ranks: Number of ranks that sum these gradients.
     """
-    sent_bytes = line_up.sent_bytes if line_up.sent_bytes < model.element_bytes else 0
-    return 2 * elements * sent_bytes * (ranks - 1) // ranks
+    is_encoded = line_up.encodes("ddp", model)
+    return int(2 * elements * line_up.sent_bytes * is_encoded * (ranks - 1)) // ranks
 
 
 def _gathered(model: ModelSize) -> int:
@@ -254,8 +264,26 @@ def _gathered(model: ModelSize) -> int:
     return min(modules + 2 * model.outer, 2 * model.elements) * model.element_bytes
 
 
+def checkpoint_bytes(strategy: str, model: ModelSize, kept: StateSize, line_up: LineUp) -> int:
+    """Returns the bytes of a checkpoint.
+
+    Args:
+        strategy: The strategy's name; ddp keeps no masters.
+        model: The sizes of the model.
+        kept: What the optimizer keeps.
+        line_up: The ranks, each of which has a residual where gradients are encoded.
+    """
+    residuals = line_up.ranks * _stored_residual(strategy, model, line_up)
+    return state_bytes(strategy, model, kept) + residuals
+
+
+def _stored_residual(strategy: str, model: ModelSize, line_up: LineUp) -> int:
+    """Returns the bytes of one rank's residual."""
+    return model.elements * model.element_bytes * line_up.encodes(strategy, model)
+
+
 def state_bytes(strategy: str, model: ModelSize, kept: StateSize) -> int:
-    """Returns the bytes of a checkpoint: weights, masters and optimizer state, each once.
+    """Returns the bytes of weights, masters and optimizer state, each once.
 
     Args:
         strategy: The strategy's name; ddp keeps no masters.
@@ -280,9 +308,10 @@ def snapshot_bytes(strategy: str, model: ModelSize, kept: StateSize, line_up: Li
     """
     state = state_bytes(strategy, model, kept)
     replicated = strategy == "ddp" or line_up.ranks == 1 or line_up.shards < line_up.ranks
+    residual = _stored_residual(strategy, model, line_up)
     return node_snapshot_bytes(
-        -(-state // line_up.ranks),
-        state if replicated else 0,
+        -(-state // line_up.ranks) + residual,
+        state + 2 * residual * line_up.ranks_per_node if replicated else 0,
         workers=line_up.ranks_per_node,
         captures=True,
         replicas=not replicated and line_up.nodes > 1,

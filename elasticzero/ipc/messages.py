@@ -218,6 +218,21 @@ class SharesChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualLost:
+    """Worker to agent, from rank 0: what lost ranks had not sent of gradients yet, by `--wire`, is
+    gone with them."""
+
+    step: int
+    """Number of global batches until then."""
+    ranks: int
+    """Number of these ranks."""
+    norm: float | None
+    """About the norm of it; None: it is not known."""
+    message: str
+    """Says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
     """Worker to agent: one global batch is applied."""
 
@@ -451,6 +466,7 @@ Message = (
     | Restored
     | DataChanged
     | SharesChanged
+    | ResidualLost
     | Stepped
     | Logged
     | Busy

@@ -6,11 +6,11 @@ Pure. A field of `TrainingSettings` has the name that a row of `training.py` say
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from elasticzero.errors import UserError
+from elasticzero.options.wire import EXACT, Wire
 
 OnNonFinite = Literal["stop", "skip", "rollback"]
 """Says what happens to a global batch whose loss or gradient is not finite: the job stops before
@@ -23,14 +23,6 @@ global batches; the dataset or the order of its samples."""
 OnStraggler = Literal["report", "balance"]
 """Says what happens where a rank is slower than the others: it is shown, or its part of the global
 batches becomes smaller too."""
-
-Wire = Literal["fp32", "bf16"]
-"""Names the formats that gradients have between ranks; fp32: the one that they have in memory,
-whichever that is."""
-
-SENT_BYTES: Mapping[Wire, int] = {"fp32": 0, "bf16": 2}
-"""Bytes of an element of a gradient in a message, by the format between ranks; 0: it is sent as it
-is."""
 
 BucketBytes = int | Literal["auto"] | None
 """Size in bytes beyond which a bucket of gradients takes no further parameter; auto: one that rank
@@ -60,7 +52,7 @@ class TrainingSettings:
     that the bits of the result do not depend on the world."""
     bucket_bytes: BucketBytes = None
     """Limit of the size of a bucket of gradients."""
-    wire: Wire = "fp32"
+    wire: Wire = EXACT
     """Format of gradients between ranks."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0

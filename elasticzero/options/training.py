@@ -14,11 +14,11 @@ from elasticzero.options.settings import (
     OnNonFinite,
     OnStraggler,
     TrainingSettings,
-    Wire,
     data_changes,
     spike_limit,
 )
 from elasticzero.options.values import Number, expanded_path
+from elasticzero.options.wire import wire_of
 from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
 from elasticzero.text import bytes_of
 
@@ -84,10 +84,13 @@ _STRATEGY = grouped(
     ),
     Option(
         ("--wire",),
-        "ddp, zero1 and zero2 send gradients as they are (fp32), or rounded to 16 bits (bf16); "
-        "then ranks still add them up in the format that they have in memory.",
+        "ddp, zero1 and zero2 send gradients as they are (fp32), encoded in 16 (bf16), 8 (fp8, "
+        "int8) or 4 bits (int4), or the largest alone (topk:0.01 for a hundredth of them); ranks "
+        "still add them up in the format that they have in memory, and what is left out of a "
+        "gradient comes in a later step.",
         "fp32",
-        choices=get_args(Wire),
+        metavar="FORMAT",
+        parse=wire_of,
         field="training.wire",
         is_compared=True,
         is_new=True,
@@ -289,7 +292,7 @@ def compared_options(settings: TrainingSettings) -> dict[str, str]:
     for option in TRAINING_OPTIONS:
         if option.is_compared:
             value = getattr(settings, option.field.removeprefix("training."))
-            if option.is_new and value == option.default:
+            if option.is_new and str(value) == option.default:
                 continue
             texts[option.flags[0]] = str(option.default if value is None else value)
     return texts

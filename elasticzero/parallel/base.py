@@ -19,6 +19,7 @@ from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
+from elasticzero.parallel.wire.residual import Residual
 from elasticzero.state.model import LoadTarget, LocalTensor, NamedModel, RankState, Spec
 
 GRADIENT_NORM = "gradient/norm"
@@ -104,6 +105,8 @@ class Strategy(Protocol):
     optimizers: Optimizers
     shards: int
     """Number of ranks that hold the whole training state together: those of one row."""
+    residual: Residual
+    """What this rank has not sent of gradients yet."""
     tells_waits: bool
     """True if the time for which a backward waits for other ranks is known (`step_clock.py`)."""
 
@@ -118,8 +121,9 @@ class Strategy(Protocol):
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         """Brings this rank what it is to have of the state in the next world, which it has not yet,
-        where the ranks divide it. All ranks call this together, also those that leave; nothing of
-        the present state changes before `enter_world`.
+        where the ranks divide it, and what ranks that leave have not sent of gradients. All ranks
+        call this together, also those that leave; nothing of the present state changes before
+        `enter_world`.
 
         Args:
             ranks: The rank in this world of each rank of the next one; None: it is none of this.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.options.wire import EXACT
 from elasticzero.parallel.base import GRADIENT_NORM, NONE_STORED, Setting
 from elasticzero.parallel.buckets.all_reduce import AllReduce, SummedBucket
 from elasticzero.parallel.buckets.plan import BucketPlan
@@ -41,6 +42,7 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import check_takes_dense, open_optimizers
 from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, WholeState
 from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemory
+from elasticzero.parallel.wire.residual import Residual
 from elasticzero.parallel.wire.sums import Peers
 from elasticzero.rank_groups import same_number
 from elasticzero.spans import Span
@@ -73,7 +75,9 @@ class Replicated:
         if not setting.alone:
             check_takes_dense(self.optimizers.by_name.values())
         self._ranks = setting.world_size
-        self._peers = Peers.of_world(setting.place, setting.options.wire)
+        mesh, wire = setting.place, setting.options.wire
+        self._peers = Peers.of_world(mesh, wire)
+        self.residual = Residual(EXACT if setting.alone else wire, mesh, mesh.world_group)
         self._device = setting.device
         self._alone = setting.alone
         self._one_release = setting.one_release
@@ -85,7 +89,7 @@ class Replicated:
         self._changes = ForwardChanges(
             self._parameters, setting.ranks_of_one_release, self.optimizers.options_number
         )
-        self._losses = LossCheck()
+        self._losses = LossCheck(has_own_message=setting.one_release)
         self._fixed_order = setting.options.deterministic
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
         self._gradients: BucketQueue[SummedBucket] | FixedOrderReducer | None = None
@@ -95,7 +99,7 @@ class Replicated:
         if self._fixed_order:
             reducer = FixedOrderReducer(self._parameters, setting.place, self._losses)
             self._gradients = self._sums = reducer
-        elif setting.world_size > 1:
+        elif setting.world_size > 1 or self.residual.is_kept:
             self._fill(setting.bucket_plan)
         self._late = LateGradients(self._parameters)
         self._norm: Tensor | None = None
@@ -118,7 +122,7 @@ class Replicated:
             plan,
             self._losses,
             self._peers,
-            one_release=self._one_release,
+            self.residual,
         )
         self._gradients = BucketQueue(self._sums)
 
@@ -126,10 +130,12 @@ class Replicated:
         return ""
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
-        """Brings nothing: every rank has everything."""
+        """Brings what ranks that leave have not sent of gradients: all else every rank has."""
+        self.residual.hand_over(ranks)
 
     def enter_world(self, mesh: Mesh, plan: BucketPlan | None = None) -> None:
         """Sums gradients over the ranks of another world from the next step on."""
+        self.residual.enter_world(mesh, mesh.world_group)
         self._ranks = mesh.world_size
         self._peers = Peers.of_world(mesh, self._peers.wire)
         self._changes.enter_world(self._ranks, anew=plan is not None)
@@ -139,6 +145,7 @@ class Replicated:
             self._sums.enter_world(mesh)
 
     def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
+        self.residual.begin_as_newcomer()
         self.enter_world(mesh, plan)
 
     def connect(self) -> None:
@@ -271,10 +278,12 @@ class Replicated:
 
     def apply(self) -> None:
         self.optimizers.step()
+        self.residual.end_step(applied=True)
         self._drop_gradients()
 
     def discard(self) -> None:
         self._norm = self._numbers = None
+        self.residual.end_step(applied=False)
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
@@ -290,6 +299,7 @@ class Replicated:
     def rank_state(self) -> RankState:
         frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         share = RankState(frozen=frozen)
+        share.residual, share.residual_sum = self.residual.present(), self.residual.summed
         share.add_even({MODEL + name: p.detach() for name, p in self._parameters.items()})
         whole = WholeState.of(self.optimizers)
         share.optimizers = whole.small

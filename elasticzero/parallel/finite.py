@@ -27,7 +27,14 @@ class LossCheck:
     """Holds zero while every loss of a global batch is finite, else NaN; it is added to what is
     summed over the ranks, so that all of them see one bad loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_own_message: bool = True) -> None:
+        """Begins a global batch.
+
+        Args:
+            has_own_message: Whether losses may have a message of their own, which the release
+                before does not know.
+        """
+        self.has_own_message = has_own_message
         self._sum: Tensor | None = None
         self.mean: Tensor | None = None
         """Sum of the losses times their fractions: 0-dim, 32 bits; None: no loss has counted."""

@@ -14,6 +14,7 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.moves import Division, PieceState
 from elasticzero.parallel.parameter_changes import ForwardChanges
 from elasticzero.parallel.partitioned import PartitionedOptimizer
+from elasticzero.parallel.wire.residual import Residual
 from elasticzero.state.model import LocalTensor
 
 
@@ -28,6 +29,7 @@ class PiecedStrategy:
     _parameters: Mapping[str, nn.Parameter]
     _changes: ForwardChanges
     shards: int
+    residual: Residual
     _brought: Mapping[str, PieceState] | None = None
     """The state of this rank's pieces of the next world, once it was brought; None: it was not."""
 
@@ -36,10 +38,12 @@ class PiecedStrategy:
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         self.settle()
+        self.residual.hand_over(ranks)
         present, following = self._division(self.shards), self._division(len(ranks), plan)
         self._brought = self._pieced.bring(present, following, ranks)
 
     def lay(self, mesh: Mesh, plan: BucketPlan) -> None:
+        self.residual.begin_as_newcomer()
         self._brought = self._pieced.room(self._division(mesh.shards, plan).spans(mesh.shard))
         self.enter_world(mesh, plan)
 
@@ -96,6 +100,7 @@ class PiecedStrategy:
         return {piece.name: LocalTensor(piece.parameter, piece.start) for piece in pieces}
 
     def discard(self) -> None:
+        self.residual.end_step(applied=False)
         self._drop_whole()
         self._pieced.discard()
 

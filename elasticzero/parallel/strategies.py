@@ -46,7 +46,7 @@ def check_options(strategy: str, options: TrainingSettings, *, mirrored: bool) -
         UserError: The strategy sums in an order that depends on the world, or keeps no live copies
             with `--deterministic`, or cannot round what it sends.
     """
-    if options.wire != "fp32":
+    if options.wire.is_lossy:
         _check_wire(strategy, options)
     if not options.deterministic:
         return
@@ -70,6 +70,6 @@ def _check_wire(strategy: str, options: TrainingSettings) -> None:
         )
     if options.deterministic:
         raise UserError(
-            f"--wire {options.wire} cannot be had with --deterministic: what a rank rounds depends "
-            "on which slices it has; leave out one of the two"
+            f"--wire {options.wire} cannot be had with --deterministic: what a rank encodes "
+            "depends on which slices it has; leave out one of the two"
         )

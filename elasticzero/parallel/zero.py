@@ -22,6 +22,7 @@ from torch import Tensor
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.options.wire import EXACT
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.buckets.gather import ParameterGather, stepped_together
 from elasticzero.parallel.buckets.layout import DealtNames, FlatBucket, deal
@@ -45,6 +46,8 @@ from elasticzero.parallel.parameter_changes import (
 )
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.pieced import PiecedStrategy
+from elasticzero.parallel.wire.residual import Residual
+from elasticzero.rank_groups.group import RankGroup
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
 from elasticzero.torch_internals.hooks import GradientHooks
@@ -74,7 +77,8 @@ class FlatBuckets(PiecedStrategy):
         if (error := overlap(trained)) is not None:
             raise error
         self._trained, self._stage, self._plan = trained, stage, setting.bucket_plan
-        self._wire = setting.options.wire
+        self._wire = EXACT if setting.alone else setting.options.wire
+        self.residual = Residual(self._wire, mesh, _replicas(mesh))
         self._lay(mesh, shared_outside((*setting.model.parameters(), *setting.model.buffers())))
         self._pieced.place(self._own_pieces())
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
@@ -116,7 +120,7 @@ class FlatBuckets(PiecedStrategy):
         self._pieced.chunks = [
             MasteredValues(b.own_C, b.master_C) for b in self._buckets if b.master_C is not None
         ]
-        self._scatter = ReduceScatter(self._buckets, self._stage, mesh, self._wire)
+        self._scatter = ReduceScatter(self._buckets, self._stage, mesh, self._wire, self.residual)
         self._queue = BucketQueue(self._scatter)
 
     def _dealt(self, shards: int, plan: BucketPlan) -> list[DealtNames]:
@@ -144,6 +148,7 @@ class FlatBuckets(PiecedStrategy):
             shared |= {memory_of(bucket.parameters[index]) for index in bucket.outside}
             if bucket.has_readers():
                 shared.add(memory_of(bucket.flat_E))
+        self.residual.enter_world(mesh, _replicas(mesh))
         self._lay(mesh, shared)
         self._gather.enter_world(self._buckets, mesh)
         self._pieced.enter_world(mesh, self._own_pieces(), brought)
@@ -235,6 +240,8 @@ class FlatBuckets(PiecedStrategy):
         self._mark_changed()
         self._pieced.step(self._gather_part)
         self._mirrors.step()
+        self.residual.keep(self._trained.keys() - self._pieced.outcome.used)
+        self.residual.end_step(applied=True)
         self._gather.leave_pending()
         for bucket in self._buckets:
             bucket.give_out()
@@ -299,13 +306,16 @@ class FlatBuckets(PiecedStrategy):
         self._gather.finish()
 
     def rank_state(self) -> RankState:
-        return self._state(self._pieced)
+        share = self._state(self._pieced)
+        share.residual, share.residual_sum = self.residual.present(), self.residual.summed
+        return share
 
     def mirrored_states(self) -> dict[int, RankState]:
         states = {}
         for mirror in self._mirrors.up_to_date():
             mirror.renew()
             states[mirror.rank] = self._state(mirror.pieced)
+            states[mirror.rank].residual = self.residual.none()
             for piece in mirror.pieced.pieces.values():
                 values = piece.parameter.detach() if piece.values is None else piece.values
                 states[mirror.rank].held[MODEL + piece.name] = LocalTensor(values, piece.start)
@@ -354,6 +364,11 @@ class FlatBuckets(PiecedStrategy):
         self._mirrors.restored()
         for bucket in self._buckets:
             bucket.give_out()
+
+
+def _replicas(mesh: Mesh) -> RankGroup | None:
+    """Returns the ranks that hold the same part of the state as this one, where there are any."""
+    return mesh.replica_group if mesh.replicas > 1 else None
 
 
 def _outside(parameter: Tensor, flats: Collection[int]) -> Tensor:

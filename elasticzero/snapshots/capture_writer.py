@@ -104,8 +104,11 @@ class CaptureWriter:
         if not whole:
             return Sizes(shard=shard)
         writer = self._writer_info(complete=True)
-        manifest, _ = draft(self._share(), copy, writer)
-        return Sizes(shard=shard, whole=self._shards * shard_header(manifest, writer.rank)[1])
+        manifest, _ = draft(self._share_for(complete=True), copy, writer)
+        apart = 2 * sum(part.nbytes for part in self._share().residual.values())
+        apart *= self._assignment.local_world_size  # where a peer is lost
+        state = self._shards * shard_header(manifest, writer.rank)[1]
+        return Sizes(shard=shard, whole=state + apart)
 
     def _shard_bytes(self, drafted: Drafted) -> int:
         return shard_header(drafted.manifest, self._assignment.rank)[1]
@@ -118,11 +121,19 @@ class CaptureWriter:
             complete: Whether only ranks that hold the whole state together write it; by default all
                 ranks write a part.
         """
-        writer, share = self._writer_info(complete=complete), self._share()
+        writer, share = self._writer_info(complete=complete), self._share_for(complete=complete)
         trained = share.trained()  # before the draft adds buffers and other tensors
         manifest, pieces = draft(share, copy, writer, self._layout)
         self._layout = manifest.layout
         return Drafted(writer=writer, manifest=manifest, pieces=pieces, trained=trained)
+
+    def _share_for(self, *, complete: bool) -> RankState:
+        """Returns this rank's parameters and optimizer state. Where ranks that hold the same part
+        of them write it each by itself, as `complete` says, what they have alone is left out."""
+        share = self._share()
+        if complete and self._shards < self._assignment.world_size:
+            share.residual = share.residual_sum
+        return share
 
     def _writer_info(self, *, complete: bool) -> WriterInfo:
         return WriterInfo.of(self._assignment, self._strategy, self._shards, complete=complete)

@@ -75,6 +75,7 @@ def draft(
         The manifest, and this rank's pieces of the state.
     """
     rank, world_size = writer.rank, writer.world_size
+    share.add_residual(share.residual, rank, world_size, writer.replicas)
     buffers = copy.stored_buffers()
     share.add_whole(buffers, (0,) * len(buffers))
     share.add_whole(copy.tensors, (0,) * len(copy.tensors))

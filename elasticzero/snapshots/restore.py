@@ -145,6 +145,13 @@ def restore_state(
         targets = [LoadTarget(name, Span(0, t.numel()), t) for name, t in whole.items()]
         slots = list(slots)
         checkpoint.load([*slots, *targets])
+    for residuals in strategy.residual.loading(specs):
+        checkpoint.load(residuals)
+    if rank == 0 and strategy.residual.leaves_out(specs):
+        log.warning(
+            f"{where} has parts of gradients that were not sent yet, which are left out: --wire or "
+            "the parameters that are trained have changed"
+        )
     if rank == 0 and manifest.step > 0:
         warn_of_lacking_state(strategy, specs, json.get("optimizers", {}), where)
     share = strategy.rank_state()

@@ -397,6 +397,11 @@ class StateStager:
         """Records that all ranks leave at this boundary, each with its state."""
         self._state = replace(self._state, agreed=True)
 
+    @property
+    def has_agreed(self) -> bool:
+        """Returns whether all ranks leave at this boundary."""
+        return self._state.agreed
+
     def can_stop_with_state(self) -> bool:
         """Returns whether memory is free for the state as it is now."""
         return self._state.can_stop

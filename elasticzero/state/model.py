@@ -3,7 +3,8 @@
 Names: `model/<name in state_dict>`, `not-saved/<name>` of a buffer that is not in it,
 `module/<module>/<path>` of a module's extra state, `optimizer/<parameter>/<key>`,
 `optimizers/<kind>/<parameter or optimizer>/<path>` of what an optimizer keeps in another form,
-`tracked/<object>/<path>`, `rng/<kind>/<rank>`. Values that are not tensors become JSON, in which
+`tracked/<object>/<path>`, `rng/<kind>/<rank>`, `residual/<parameter>` of what ranks have not sent
+of gradients yet, with a row for each rank. Values that are not tensors become JSON, in which
 `{"$tensor": name}` stands for a tensor.
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from elasticzero.errors import UserError
 from elasticzero.nested import has_no_memory
-from elasticzero.spans import Rule, Span
+from elasticzero.spans import Rule, Span, fsdp_rows
 from elasticzero.state.buffers import ModelBuffers
 from elasticzero.state.extra_state import KEY as EXTRA_STATE
 from elasticzero.state.extra_state import ExtraStates
@@ -27,6 +28,7 @@ from elasticzero.state.extra_state import ExtraStates
 MODEL, OPTIMIZER, TRACKED, GROUPS, RNG = "model/", "optimizer/", "tracked/", "groups/", "rng/"
 NOT_SAVED, EXTRA = "not-saved/", "module/"
 OPTIMIZER_TREE = "optimizers/"
+RESIDUAL = "residual/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,11 @@ class RankState:
     """Parameters that training does not change; they may hold anything, such as -inf in a mask."""
     optimizers: dict[str, Any] = field(default_factory=dict)
     """Small state of the optimizers that is no tensor, equal on all ranks, as JSON."""
+    residual: Mapping[str, Tensor] = field(default_factory=dict)
+    """What this rank has not sent of gradients yet, by parameter: every rank has its own."""
+    residual_sum: Mapping[str, Tensor] = field(default_factory=dict)
+    """The sum of that of ranks which hold the same part of the state, where they have summed it to
+    leave together."""
 
     def trained(self) -> set[str]:
         """Returns the names that must be finite; call it before buffers and other tensors are
@@ -117,6 +124,24 @@ class RankState:
             self.held[name] = LocalTensor(tensor)
         if tensors:
             self.partitions.append(Partition(rule="whole", names=tuple(tensors), ranks=ranks))
+
+    def add_residual(
+        self, residual: Mapping[str, Tensor], rank: int, ranks: int, rows: int
+    ) -> None:
+        """Adds a residual as this rank's row of tensors that have one for each rank.
+
+        Args:
+            residual: The residual by parameter.
+            rank: This rank among those that write the state.
+            ranks: Their number.
+            rows: Number of rows of ranks that hold the whole state each.
+        """
+        names = tuple(RESIDUAL + name for name in residual)
+        for name, tensor in zip(names, residual.values(), strict=True):
+            self.specs[name] = spec = Spec(dtype=tensor.dtype, shape=(ranks, *tensor.shape))
+            self.held[name] = LocalTensor(tensor, fsdp_rows(spec.shape, ranks, rank, rows).start)
+        if names:
+            self.partitions.append(Partition(rule="fsdp_rows", names=names))
 
     def add_even(self, tensors: Mapping[str, Tensor]) -> None:
         """Adds tensors that every rank has whole, to be written in even parts."""

@@ -257,7 +257,7 @@ class BatchWork:
         training.gradients.show()
         if state.parts == 1 and not is_begun_again:
             training.gradients.require_none()
-        scale = training.guard.scale
+        scale = training.strategy.residual.scale = training.guard.scale
         if self._groups is not None and self._outside is None:
             self._outside = OutsideParameters(training.strategy.model, loss)
         training.strategy.backward(loss, amount / len(batch) * scale, names)

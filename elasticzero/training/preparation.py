@@ -33,6 +33,7 @@ from elasticzero.parallel.parameter_changes import ParameterObjects
 from elasticzero.rank_groups.group import ALONE
 from elasticzero.rehearsal.plan import VARIABLE, read_plan
 from elasticzero.rehearsal.records import Header
+from elasticzero.snapshots.kept_residual import KeptResidual
 from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.requests import CheckpointRequests
 from elasticzero.snapshots.restore import open_source
@@ -238,6 +239,7 @@ def prepare_training(
                 strategy=strategy,
                 plan=plan,
                 opened=source,
+                kept=KeptResidual(place.link, groups, laid.residual),
                 first=_open_first_state(place, stored, laid),
                 newcomer=place.newcomer,
             ),

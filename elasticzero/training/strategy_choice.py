@@ -22,7 +22,6 @@ from elasticzero.memory_estimate import (
     room_for_state,
     snapshot_bytes,
 )
-from elasticzero.options.settings import SENT_BYTES
 from elasticzero.parallel.base import OptimizerFactory
 from elasticzero.parallel.optimizers.groups import Dealt, MadeOptimizers, open_optimizers
 from elasticzero.parallel.strategies import check_options
@@ -151,7 +150,7 @@ def line_up_of(assignment: Assignment, *, direct: bool) -> LineUp:
         direct=direct,
         bucket_bytes=size_bytes if isinstance(size_bytes, int) else FLAT_BUCKET_BYTES,
         mirrored=assignment.mirrored_by is not None,  # alike on all ranks, which must agree
-        sent_bytes=SENT_BYTES[assignment.wire],
+        sent_bytes=assignment.wire.sent_bytes,
     )
 
 

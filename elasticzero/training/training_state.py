@@ -62,7 +62,7 @@ class TrainingState:
         self.stager = captures.stager
         self.requests = captures.requests
         self.start = captures.start
-        self._mirrored, self._newcomer = captures.mirrored, captures.start.newcomer
+        self._captures, self._newcomer = captures, captures.start.newcomer
         self._mirrors = bool(link.assignment.mirrors) and model.strategy.shards > 1
         """True if this rank keeps live copies of others' parts of the state."""
         self.step = 0
@@ -428,6 +428,7 @@ class TrainingState:
         self._verify()
         if self._groups is not None:
             self._groups.drain_sends()
+        self.start.kept.sum_up()
         self.stager.stop_agreed()
         self._mirrors = False  # each rank hands over its own part
         if self.probe is not None:
@@ -538,7 +539,7 @@ class TrainingState:
         place = self._place(Call.CHECKPOINT) if tell else None
         kind, self.copy = self.requests.capture(copy, kind, place, self._verify)
         if kind != "nothing":
-            self._mirrored.release()
+            self._captures.release()
         self._verifier.digest_if_due(self.copy, captured=kind == "snapshot")
 
     def _save_if_words_ask(self) -> None:
@@ -546,7 +547,7 @@ class TrainingState:
         if not self.at.counted and self._exchange.asks():
             with self.values.in_place():
                 self.copy = self.requests.exchange_and_save(self.boundary_copy(), self._verify)
-            self._mirrored.release()
+            self._captures.release()
 
     def finish(self) -> None:
         """Saves the state at the end of the training function, if it is not saved; what the script
@@ -589,7 +590,7 @@ class TrainingState:
         self.values.put_back()
         captured = self.stager.capture_at_stop(self.boundary_copy())
         if self._mirrors:
-            self._mirrored.capture(self.boundary_copy())
+            self._captures.mirrored.capture(self.boundary_copy())
         return captured
 
     def can_stop_with_state(self) -> bool:

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from os import PathLike
 
 import torch
@@ -299,9 +300,17 @@ class Generation:
             results_suspect=self.groups is not None and self.groups.results_suspect,
             halved=at.halved,
             save=training.snapshot if clean else None,
+            keep=partial(_keep_residual, training) if clean else None,
             settle=training.stager.settle,
             shut=shut,
         )
+
+
+def _keep_residual(training: TrainingState) -> None:
+    """Keeps what this rank alone has, unless all ranks leave at this boundary, each with its own or
+    with the sum."""
+    if not training.stager.has_agreed:
+        training.start.kept.write(training.step, len(training.position.skipped))
 
 
 def _refused_entry(error: BaseException) -> BaseException:

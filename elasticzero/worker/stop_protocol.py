@@ -7,9 +7,10 @@ Rules:
      sockets, so that the peers notice at once. Then it sends `Failed` with the blame. An interrupt
      is sent before the sockets are shut. A boundary with a raised flag needs neither.
  S2  It sends `Stopping`: the step, whether the state is clean, whether this worker has all of it.
- S3  It awaits `SaveState`, for SAVE_WAIT_S at most. If the state is wanted and clean it writes the
-     snapshot and sends `Captured`. If it cannot write it, it sends `Failed`, so that the stop does
-     not count as a clean one.
+ S3  It awaits `SaveState`, for SAVE_WAIT_S at most. If the state is clean the worker keeps what it
+     alone has, whichever rank writes the state, unless all ranks have agreed to leave; if it is
+     wanted too, it writes the snapshot and sends `Captured`. If it cannot write it, it sends
+     `Failed`, so that the stop does not count as a clean one.
  S4  It exits at once; nothing of the script runs any more. But where the agent keeps processes, and
      this generation ended at a boundary or by a peer or a rollback, `process_reuse` takes over.
  S5  All ranks raise a rollback together, when none waits for another any more. Each sends `Failed`,
@@ -70,6 +71,8 @@ class StopState:
     """Samples of a micro-batch of half the size; None: its size is not to change."""
     save: Callable[[], Captured] | None = None
     """Writes the snapshot of the stop."""
+    keep: Callable[[], None] | None = None
+    """Keeps what this worker alone has."""
     settle: Callable[[], None] = lambda: None
     """Waits a moment for a capture under way, which would be lost with the process."""
     shut: Callable[[], None] = lambda: None
@@ -288,6 +291,8 @@ def _hand_over(link: AgentClient, reason: str, state: StopState, switched: str) 
         write = link.saves.get(timeout=SAVE_WAIT_S).write
     except queue.Empty:
         return False
+    if clean and state.keep is not None:
+        state.keep()
     if write and clean and state.save is not None:
         link.send(state.save())
     return True

@@ -14,6 +14,7 @@ from elasticzero.ipc.messages import (
     DataChanged,
     MemoryShort,
     NetworkTaken,
+    ResidualLost,
     SharesChanged,
     SnapshotInterval,
 )
@@ -287,12 +288,19 @@ class AgentConsole:
 
     def decided(
         self,
-        message: DataChanged | SharesChanged | SnapshotInterval | MemoryShort | NetworkTaken,
+        message: DataChanged
+        | SharesChanged
+        | ResidualLost
+        | SnapshotInterval
+        | MemoryShort
+        | NetworkTaken,
     ) -> None:
         """Prints what a worker has decided or found out for all."""
         match message:
             case DataChanged(message=text) | SharesChanged(message=text):
                 self.log_line(text)
+            case ResidualLost(message=text):
+                self.log_line(text, level=logging.WARNING)
             case SnapshotInterval():
                 self.snapshot_interval(message)
             case MemoryShort():

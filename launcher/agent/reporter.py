@@ -21,6 +21,7 @@ from elasticzero.ipc.messages import (
     Logged,
     MemoryShort,
     NetworkTaken,
+    ResidualLost,
     Restored,
     ScriptEnded,
     SharesChanged,
@@ -68,6 +69,7 @@ from elasticzero.serialization import encode, field_values
 DECISIONS: Mapping[type, EventName] = {
     DataChanged: "data_changed",
     SharesChanged: "shares_changed",
+    ResidualLost: "residual_lost",
     MemoryShort: "memory_short",
     NetworkTaken: "network",
     SnapshotInterval: "paced",
@@ -329,6 +331,7 @@ class AgentReporter:
                 case (
                     DataChanged()
                     | SharesChanged()
+                    | ResidualLost()
                     | SnapshotInterval()
                     | MemoryShort()
                     | NetworkTaken()

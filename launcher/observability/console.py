@@ -356,7 +356,7 @@ class ClusterConsole:
                 device = f" on {event['device']}" if event.get("device") else ""
                 begins = f"goes on from step {event['step']}" if event["step"] else "begins"
                 self.print_line(f"  training {begins}{device} ({phases})", at_s)
-            case "data_changed" | "shares_changed":
+            case "data_changed" | "shares_changed" | "residual_lost":
                 self.print_line(f"  {event['message']}", at_s)
             case "standing" if not self._said_standing:
                 self._said_standing = True

@@ -30,6 +30,7 @@ EventName = Literal[
     "recovery",
     "data_changed",
     "shares_changed",
+    "residual_lost",
     "step",
     "log",
     "tracker",
@@ -248,6 +249,16 @@ EVENTS: Mapping[EventName, EventSpec] = {
         {
             "step": "number of global batches until then",
             "message": "which ranks have how much",
+        },
+    ),
+    "residual_lost": EventSpec(
+        "Training goes on without what lost ranks had not sent of gradients yet, by `--wire`; the "
+        "agent of rank 0 writes it.",
+        {
+            "step": "number of global batches until then",
+            "ranks": "number of these ranks",
+            "norm": "about the norm of what is lost; null: not known",
+            "message": "what is lost",
         },
     ),
     "step": EventSpec(

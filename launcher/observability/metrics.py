@@ -17,7 +17,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from elasticzero.ipc.messages import TOKENS, Captured, Logged, Message, Stepped
+from elasticzero.ipc.messages import TOKENS, Captured, Logged, Message, ResidualLost, Stepped
 from elasticzero.launcher.observability.descriptions import MetricDescription, MetricKind
 from elasticzero.launcher.observability.gpu import GPU_METRICS, GpuCollector
 from elasticzero.version import __version__
@@ -135,6 +135,11 @@ class Metrics:
         self.steps_lost = self._counter(
             "steps_lost_total", "Finished steps that recoveries made this node do again."
         )
+        self.residuals_lost = self._counter(
+            "residuals_lost_total",
+            "Ranks that were lost with what they had not sent of gradients yet (`--wire`); the "
+            "agent of rank 0 counts them.",
+        )
         self.restarts = self._counter(
             "restarts_total", "Generations that replaced one this node was in.", ("reason",)
         )
@@ -229,6 +234,8 @@ class Metrics:
                 purpose = "checkpoint" if message.checkpoint or message.direct else "snapshot"
                 self.capture_seconds.labels(purpose).observe(message.seconds)
                 self.capture_bytes.labels(purpose).inc(message.bytes)
+            case ResidualLost(ranks=ranks):
+                self.residuals_lost.inc(ranks)
             case _:
                 pass
 

@@ -10,6 +10,7 @@ from elasticzero.memory_estimate import (
     STATE_SIZES,
     LineUp,
     ModelSize,
+    checkpoint_bytes,
     first_that_fits,
     node_snapshot_bytes,
     rank_memory,
@@ -65,12 +66,18 @@ def test_encoded_gradients_need_memory_for_their_messages() -> None:
     model = ModelSize(elements=1000, element_bytes=4, largest=10, layer=10)
     plain = LineUp(nodes=4, ranks_per_node=1)
     encoded = replace(plain, sent_bytes=2)
-    added = {
-        strategy: rank_memory(strategy, model, ADAMW, encoded).total
-        - rank_memory(strategy, model, ADAMW, plain).total
-        for strategy in STRATEGIES
-    }
-    assert added == {"ddp": 3000, "zero1": 3000, "zero2": 3000, "zero3": 0}
+    for strategy in STRATEGIES:
+        before, after = (rank_memory(strategy, model, ADAMW, a) for a in (plain, encoded))
+        taken = strategy != "zero3"
+        assert after.buffers - before.buffers == 3000 * taken
+        assert after.residual == 2 * 4000 * taken and before.residual == 0
+        assert after.total - before.total == 11000 * taken
+        stored = [checkpoint_bytes(strategy, model, ADAMW, a) for a in (plain, encoded)]
+        assert stored[1] - stored[0] == 4 * 4000 * taken
+    in_memory = [snapshot_bytes("zero1", model, ADAMW, a) for a in (plain, encoded)]
+    assert in_memory[1] - in_memory[0] == 5 * 4000  # two captures and two replicas, and at a stop
+    in_memory = [snapshot_bytes("ddp", model, ADAMW, a) for a in (plain, encoded)]
+    assert in_memory[1] - in_memory[0] == (2 + 2) * 4000  # at a stop it is kept twice
     halves = replace(model, element_bytes=2)
     assert rank_memory("ddp", halves, ADAMW, encoded) == rank_memory("ddp", halves, ADAMW, plain)
     rows = replace(encoded, ranks_per_node=2, shard="node")

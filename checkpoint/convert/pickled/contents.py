@@ -42,7 +42,10 @@ from elasticzero.errors import UserError
 from elasticzero.nested import flatten, renamed
 
 OPTIMIZER = "optimizer/"
-_RESERVED = (MODEL_PREFIX, OPTIMIZER, "optimizers/", "rng/", "not-saved/", "module/", "tracked/")
+_RESERVED = (
+    *(MODEL_PREFIX, OPTIMIZER, "optimizers/", "rng/", "not-saved/", "module/", "tracked/"),
+    "residual/",
+)
 """Beginnings of names that mean something to a job."""
 _OTHER = "other/"
 _WRAPPERS = ("module.", "_orig_mod.")

@@ -15,13 +15,13 @@ from elasticzero.memory_estimate import (
     STATE_SIZES,
     LineUp,
     ModelSize,
+    checkpoint_bytes,
     first_that_fits,
     rank_memory,
     room_for_state,
     snapshot_bytes,
-    state_bytes,
 )
-from elasticzero.options.settings import SENT_BYTES, Wire
+from elasticzero.options.wire import EXACT, Wire, parse_wire
 from elasticzero.spans import REDUNDANCIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
 
@@ -121,9 +121,11 @@ def add_plan_options(parser: Parser) -> None:
     )
     add(
         "--wire",
-        choices=get_args(Wire),
-        default="fp32",
-        help="ddp, zero1 and zero2 send gradients in this format; zero3 has fp32 alone.",
+        type=_wire,
+        default=EXACT,
+        metavar="FORMAT",
+        help="ddp, zero1 and zero2 send gradients in FORMAT: fp32, bf16, fp8, int8, int4 or "
+        "topk:SHARE; zero3 has fp32 alone.",
     )
     add(
         "--cpu-offload",
@@ -154,6 +156,13 @@ def _at_least_one(text: str) -> int:
 def _bytes(text: str) -> int:
     try:
         return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _wire(text: str) -> Wire:
+    try:
+        return parse_wire(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -223,7 +232,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
     _check_room(args, room)
     shards = _shards(args)
     rows = []
-    strategies = [name for name in kept.strategies if name != "zero3" or args.wire == "fp32"]
+    strategies = [n for n in kept.strategies if n != "zero3" or not args.wire.is_lossy]
     for strategy, shard in _cases(strategies, shards):
         line_up = LineUp(
             nodes=args.nodes,
@@ -231,7 +240,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
             shard=shard or "world",
             bucket_bytes=args.bucket_bytes,
             mirrored=args.redundancy == "mirror",
-            sent_bytes=SENT_BYTES[args.wire],
+            sent_bytes=args.wire.sent_bytes,
         )
         memory = rank_memory(strategy, model, kept, line_up, offloaded=args.cpu_offload)
         rows.append(
@@ -245,7 +254,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
                 "fits": memory.total <= room,
                 "node_state": memory.host * args.gpus,
                 "node_snapshots": snapshot_bytes(strategy, model, kept, line_up),
-                "checkpoint": state_bytes(strategy, model, kept),
+                "checkpoint": checkpoint_bytes(strategy, model, kept, line_up),
             }
         )
     return {
@@ -256,6 +265,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         "nodes": args.nodes,
         "gpus": args.gpus,
         "redundancy": args.redundancy,
+        "wire": str(args.wire),
         "cpu_offload": args.cpu_offload,
         "gpu_memory": args.gpu_memory,
         "room_for_state": room,
@@ -293,7 +303,8 @@ def _needs(rows: Iterable[Mapping[str, Any]], shard: ShardOver) -> dict[str, int
 def plan_text(plan: dict[str, Any]) -> str:
     """Returns the plan as a table, with a line that names the first strategies that fit."""
     ranks = plan["nodes"] * plan["gpus"]
-    columns = (*COLUMNS, "mirrors") if plan["redundancy"] == "mirror" else COLUMNS
+    mirrors = ("mirrors",) if plan["redundancy"] == "mirror" else ()
+    columns = (*COLUMNS, *mirrors, *(("residual",) if plan["wire"] != "fp32" else ()))
     rows = [
         [
             row["strategy"],
@@ -310,11 +321,11 @@ def plan_text(plan: dict[str, Any]) -> str:
     node = ["state in a node's RAM"] if plan["cpu_offload"] else []
     node.append("snapshots in a node's RAM")
     heads = ("strategy", "shard", *columns, "each rank", "fits", *node, "checkpoint")
-    refused = (
-        ""
-        if any(row["strategy"] == "zero3" for row in plan["strategies"])
-        else f" zero3 refuses {plan['optimizer']}, which packs its state by blocks."
-    )
+    refused = ""
+    if plan["wire"] != "fp32":
+        refused = f" zero3 refuses --wire {plan['wire']}."
+    elif not any(row["strategy"] == "zero3" for row in plan["strategies"]):
+        refused = f" zero3 refuses {plan['optimizer']}, which packs its state by blocks."
     return (
         f"{plan['params']:.4g} parameters in {plan['dtype']} with {plan['optimizer']}, on "
         f"{count_text(plan['nodes'], 'node')} of {count_text(plan['gpus'], 'GPU')} with "

@@ -267,6 +267,8 @@ def news_line(event: Mapping[str, Any], node: str) -> tuple[Level, str] | None:
             return "error", f"{node}: rank {event['rank']} hangs: {event['message']}"
         case "data_changed" | "shares_changed":
             return "info", str(event["message"])
+        case "residual_lost":
+            return "warning", str(event["message"])
         case "tracker" if event["error"] is not None:
             return "warning", str(event["error"])
         case "notice":

@@ -39,6 +39,7 @@ INCIDENTS: Mapping[str, tuple[str, str]] = {
     "tracker": ("a tracker failed", "error"),
     "data_changed": ("a loop went on with a change", "message"),
     "shares_changed": ("ranks got other shares", "message"),
+    "residual_lost": ("parts of gradients were lost", "message"),
 }
 """Kinds of events that may tell of trouble, with its name and the field that describes it."""
 

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elasticzero.options.settings import Wire
+from elasticzero.options.wire import Wire
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.buckets.queue import GradientBucket
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.wire.codecs import codec_of
+from elasticzero.parallel.wire.residual import BucketResidual, Residual
 from elasticzero.parallel.wire.sums import CompressedSum, Peers
 from elasticzero.step_clock import wait_for
 
@@ -37,6 +38,16 @@ class SummedBucket(GradientBucket):
 
     flat: Tensor
     """E gradients, N uses, the loss; or 0, where losses have a message of their own."""
+    residual: BucketResidual | None = None
+    """What was not sent of gradients that are encoded; None: they are sent as they are."""
+
+    def views(self, flat_E: Tensor) -> list[Tensor]:
+        """Returns the places of the parameters in a flat tensor, in their shapes."""
+        parts = flat_E.split([parameter.numel() for parameter in self.parameters])
+        return [
+            part.as_strided(parameter.shape, _strides(parameter))
+            for parameter, part in zip(self.parameters, parts, strict=True)
+        ]
 
     @property
     def gradients_E(self) -> Tensor:
@@ -61,8 +72,7 @@ class AllReduce:
         plan: BucketPlan,
         losses: LossCheck,
         peers: Peers,
-        *,
-        one_release: bool = True,
+        residual: Residual,
     ) -> None:
         """Fills the buckets.
 
@@ -72,7 +82,7 @@ class AllReduce:
             plan: The order in which buckets are filled, and their size.
             losses: The losses of this rank's part of the global batch.
             peers: The ranks over which gradients are summed, and their format between these.
-            one_release: Whether no rank is of the release before, which has no message for losses.
+            residual: What is left out of gradients that are encoded.
         """
         order = plan.filling_order(list(parameters))
         trained = {n: p for n in order if (p := parameters[n]).requires_grad and p.numel()}
@@ -81,11 +91,17 @@ class AllReduce:
             for names in _deal(trained, optimizer_of, plan.size_bytes or BUCKET_BYTES, peers.wire)
         ]
         self._losses = losses
-        self._peers = peers
+        self._peers, self._residual = peers, residual
+        for bucket in self.buckets:
+            if codec_of(peers.wire, bucket.parameters[0]) is not None:
+                total = sum(parameter.numel() for parameter in bucket.parameters)
+                flat_E = bucket.parameters[0].data.new_empty(total)
+                bucket.residual = BucketResidual(bucket.names, flat_E, bucket.views)
+        residual.lay([b.residual for b in self.buckets if b.residual is not None])
         self._under_way: list[tuple[SummedBucket, Any, CompressedSum | None]] = []
         """The buckets, what must be waited for, and the sum of gradients that are encoded: then
         only the tail is waited for."""
-        self._losses_apart = one_release and any(
+        self._losses_apart = losses.has_own_message and any(
             p.dtype.itemsize < LOSS_BYTES for p in trained.values()
         )
         """A bucket may have a format that holds no loss: they are summed in a message of their own,
@@ -100,14 +116,9 @@ class AllReduce:
         self._peers = replace(self._peers, index=mesh.rank, group=mesh.world_group)
 
     def lend(self, bucket: SummedBucket) -> None:
-        numels = [parameter.numel() for parameter in bucket.parameters]
-        total = sum(numels)
-        bucket.flat = bucket.parameters[0].data.new_zeros(total + len(numels) + 1)
-        parts = bucket.flat[:total].split(numels)
-        bucket.views_N = [
-            part.as_strided(parameter.shape, _strides(parameter))
-            for parameter, part in zip(bucket.parameters, parts, strict=True)
-        ]
+        total = sum(parameter.numel() for parameter in bucket.parameters)
+        bucket.flat = bucket.parameters[0].data.new_zeros(total + len(bucket.names) + 1)
+        bucket.views_N = bucket.views(bucket.gradients_E)
 
     def begin(self, bucket: SummedBucket, *, complete: bool) -> None:
         tail, loss, group = bucket.tail, self._part_of_loss, self._peers.group.process_group
@@ -124,10 +135,13 @@ class AllReduce:
             if loss is not None:
                 losses.copy_(loss)
             self._summed_losses = losses, dist.all_reduce(losses, group=group, async_op=True)
-        codec = codec_of(self._peers.wire, bucket.parameters[0]) if self._peers.count > 1 else None
         encoded = None
-        if codec is not None:
-            encoded = CompressedSum(bucket.gradients_E, codec, self._peers)
+        if bucket.residual is not None:
+            self._residual.begin_squares()
+            errors_E = bucket.residual.add_to(bucket.gradients_E, self._residual.scale)
+            codec = codec_of(self._peers.wire, bucket.parameters[0])
+            if codec is not None and self._peers.count > 1:
+                encoded = CompressedSum(bucket.gradients_E, codec, self._peers, errors_E)
         summed = bucket.flat if encoded is None else tail
         work = dist.all_reduce(summed, group=group, async_op=True)
         self._under_way.append((bucket, work, encoded))
@@ -140,6 +154,7 @@ class AllReduce:
         encoded = [gradients for _, _, gradients in under_way if gradients is not None]
         for gradients in encoded:
             gradients.add_up()
+        self._residual.completed()
         for gradients in encoded:
             gradients.finish()
         summed, self._summed_losses = self._summed_losses, None
@@ -151,10 +166,14 @@ class AllReduce:
         if not partly_used:
             return
         tails = [bucket.tail[:-1].to(torch.float32) for bucket in partly_used]
-        uses = iter(torch.cat(tails).tolist())
+        uses, unused = iter(torch.cat(tails).tolist()), set()
         for bucket in partly_used:
-            for parameter, view in zip(bucket.parameters, bucket.views_N, strict=True):
+            places = zip(bucket.names, bucket.parameters, bucket.views_N, strict=True)
+            for name, parameter, view in places:
                 parameter.grad = view if next(uses) else None
+                if parameter.grad is None:
+                    unused.add(name)
+        self._residual.keep(unused)
 
     def late(self) -> Sequence[SummedBucket]:
         return ()
@@ -205,11 +224,11 @@ def _deal(
         if not names or size >= limit:
             names, size = [], 0
             buckets.append(names)
-            if first is None and is_encoded == (wire != "fp32"):
+            if first is None and is_encoded == wire.is_lossy:
                 first = names
         names.append(name)
         open_buckets[kind] = names, size + parameter.numel() * parameter.element_size()
-    if wire != "fp32":  # else a small bucket of vectors would hold up those of all matrices
+    if wire.is_lossy:  # else a small bucket of vectors would hold up those of all matrices
         place = {name: index for index, name in enumerate(parameters)}
         buckets.sort(key=lambda names: place[names[-1]])
     return buckets

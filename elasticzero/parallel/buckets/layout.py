@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticzero.memory_estimate import FLAT_BUCKET_BYTES
-from elasticzero.options.settings import Wire
+from elasticzero.options.wire import EXACT, Wire
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
 from elasticzero.parallel.optimizers.moves import Place
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
@@ -256,7 +256,7 @@ def deal(
     group_of: Mapping[str, OptimizerGroup],
     world_size: int,
     size_bytes: int | None = None,
-    wire: Wire = "fp32",
+    wire: Wire = EXACT,
 ) -> Iterator[DealtNames]:
     """Yields the names in each bucket, which is filled in the order of `parameters`.
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elasticzero.memory_estimate import POOL_BUCKETS
-from elasticzero.options.settings import Wire
+from elasticzero.options.wire import Wire
 from elasticzero.parallel.buckets.exchange import (
     begin_reduce_scatter,
     begin_replica_sum,
@@ -28,6 +28,7 @@ from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.buckets.queue import GradientBucket
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.wire.codecs import Codec, codec_of
+from elasticzero.parallel.wire.residual import BucketResidual, Residual
 from elasticzero.parallel.wire.sums import ChunkSum, CompressedSum, Peers, Take
 from elasticzero.step_clock import wait_for
 
@@ -84,6 +85,11 @@ class ScatteredBucket(GradientBucket):
     reduced_C: Tensor
     """The sum over ranks of this rank's chunk; a part of `flat_E` where the bucket is kept."""
 
+    residual: BucketResidual | None = None
+    """What was not sent of gradients that are encoded; None: they are sent as they are."""
+    errors_E: Tensor
+    """What becomes of it, once an exchange has begun."""
+
     def __init__(
         self, bucket: FlatBucket, pool: BufferPool, codec: Codec | None, *, keeps: bool
     ) -> None:
@@ -100,6 +106,8 @@ class ScatteredBucket(GradientBucket):
         if not keeps:
             self.reduced_C = torch.zeros_like(bucket.own_part(bucket.flat_E))
         self.pool, self.codec = pool, codec
+        if codec is not None:
+            self.residual = BucketResidual(bucket.names, bucket.flat_E, bucket.views)
         self.flat_E: Tensor | None = None
         """The gradients; None: it has no memory now."""
         self.received: Tensor | None = None
@@ -129,7 +137,12 @@ class ReduceScatter:
     """Implements `Exchange`."""
 
     def __init__(
-        self, buckets: Sequence[FlatBucket], stage: int, mesh: Mesh, wire: Wire = "fp32"
+        self,
+        buckets: Sequence[FlatBucket],
+        stage: int,
+        mesh: Mesh,
+        wire: Wire,
+        residual: Residual,
     ) -> None:
         """Makes one pool of memory for the buckets of each dtype and device.
 
@@ -139,6 +152,7 @@ class ReduceScatter:
             mesh: The rows of ranks; each rank of a row gets a chunk.
             wire: The format of gradients between ranks; where there are several rows, of sums
                 between these.
+            residual: What is left out of gradients that are encoded.
         """
         self._mesh = mesh
         self.keeps = stage == 1 or mesh.shards == 1
@@ -153,6 +167,8 @@ class ReduceScatter:
             pool = pools.setdefault(kind, BufferPool(bucket.flat_E, POOL_BUCKETS * largest[kind]))
             codec = codec_of(wire, bucket.parameters[0])
             self.buckets.append(ScatteredBucket(bucket, pool, codec, keeps=self.keeps))
+        self._residual = residual
+        residual.lay([b.residual for b in self.buckets if b.residual is not None])
         self._under_way: deque[ScatteredBucket] = deque()
 
     def lend(self, bucket: ScatteredBucket) -> None:
@@ -171,6 +187,9 @@ class ReduceScatter:
         if flat_E.numel() > flat_bucket.numel:
             flat_E[flat_bucket.numel :].zero_()
         bucket.complete, bucket.is_exchanged = complete, True
+        if bucket.residual is not None:
+            self._residual.begin_squares()
+            bucket.errors_E = bucket.residual.add_to(flat_E, self._residual.scale)
         if self._mesh.shards > 1:
             self._send(bucket, flat_bucket.chunks(flat_E), flat_E)
         self._under_way.append(bucket)
@@ -184,8 +203,8 @@ class ReduceScatter:
             flat_E: All chunks, end to end.
         """
         if bucket.codec is not None and self._mesh.replicas == 1:
-            row, take = Peers.of_row(self._mesh), self._lender(bucket)
-            bucket.encoded = ChunkSum(chunks, bucket.codec, row, take)
+            row, errors = Peers.of_row(self._mesh), bucket.bucket.chunks(bucket.errors_E)
+            bucket.encoded = ChunkSum(chunks, bucket.codec, row, errors, self._lender(bucket))
             return
         if is_direct(flat_E):
             others, chunk = self._mesh.shards - 1, bucket.bucket.chunk
@@ -221,6 +240,7 @@ class ReduceScatter:
         sums = [bucket.replica_sum for bucket in exchanged if bucket.replica_sum is not None]
         for chunk in sums:
             chunk.add_up()
+        self._residual.completed()
         for chunk in sums:
             chunk.finish()
         return [bucket.reduced_C for bucket in self.buckets]
@@ -276,6 +296,7 @@ class ReduceScatter:
         reduced_C, mesh = bucket.reduced_C, self._mesh
         if bucket.codec is not None and mesh.replicas > 1 and reduced_C.numel():
             bucket.replica_works = []
-            bucket.replica_sum = CompressedSum(reduced_C, bucket.codec, Peers.of_replicas(mesh))
+            peers, errors_C = Peers.of_replicas(mesh), bucket.bucket.own_part(bucket.errors_E)
+            bucket.replica_sum = CompressedSum(reduced_C, bucket.codec, peers, errors_C)
         else:
             bucket.replica_works = begin_replica_sum(reduced_C, mesh)

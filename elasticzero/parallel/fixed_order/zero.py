@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.options.wire import EXACT
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.fixed_order.gradients import GradientTree, spread
@@ -29,6 +30,7 @@ from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemory, overlap
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.pieced import PiecedStrategy
+from elasticzero.parallel.wire.residual import Residual
 from elasticzero.spans import Span
 from elasticzero.state.model import (
     MODEL,
@@ -49,6 +51,7 @@ class WholeParameters(PiecedStrategy):
         self.model = setting.model
         check_hooks(setting.named.parameters, "zero1 and zero2")
         mesh = setting.place
+        self.residual = Residual(EXACT, mesh, None)
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
         made = setting.factory(list(self._parameters.values()))

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
+from elasticzero.options.wire import EXACT
 from elasticzero.parallel.base import NONE_STORED, Setting
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.fsdp.blocks import device_mesh, partition
@@ -47,6 +48,7 @@ from elasticzero.parallel.parameter_changes import (
 )
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.pieced import PiecedStrategy
+from elasticzero.parallel.wire.residual import Residual
 from elasticzero.rank_groups import same_number
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests
@@ -88,6 +90,7 @@ class FullyPartitioned(PiecedStrategy):
         self._mesh, self._device = setting.place, setting.state_device
         self._computes_on = setting.device.type
         self.shards = self._mesh.shards
+        self.residual = Residual(EXACT, self._mesh, None)
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
         error = overlap(setting.named.parameters) or buffer_overlap(setting.model)
         if error is not None:

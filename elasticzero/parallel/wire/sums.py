@@ -3,7 +3,8 @@
 Each rank has a chunk of the tensor. It gets this chunk of all others and adds it to its own, in the
 format of the tensor: that is a reduce-scatter. For an all-reduce it encodes the sum then and sends
 it to all others. All take what it has sent, and so does it itself, so that all ranks have the same
-bits. Its own part of the sum is never encoded before.
+bits. Its own part of the sum is never encoded before. What encoding takes from a number is known to
+the rank that encodes it, and is left for `residual.py`.
 Shapes: E elements of a tensor.
 """
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elasticzero.options.settings import Wire
+from elasticzero.options.wire import EXACT, Wire
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.wire.codecs import Codec
 from elasticzero.rank_groups.group import RankGroup
@@ -40,10 +41,10 @@ class Peers:
     index: int
     """This rank's place among them."""
     group: RankGroup
-    wire: Wire = "fp32"
+    wire: Wire = EXACT
 
     @classmethod
-    def of_world(cls, mesh: Mesh, wire: Wire = "fp32") -> Peers:
+    def of_world(cls, mesh: Mesh, wire: Wire = EXACT) -> Peers:
         return cls(index=mesh.rank, group=mesh.world_group, wire=wire)
 
     @classmethod
@@ -63,7 +64,12 @@ class ChunkSum:
     """Sums this rank's chunk of all ranks' tensors: a reduce-scatter."""
 
     def __init__(
-        self, chunks: Sequence[Tensor], codec: Codec, peers: Peers, take: Take | None = None
+        self,
+        chunks: Sequence[Tensor],
+        codec: Codec,
+        peers: Peers,
+        errors: Sequence[Tensor],
+        take: Take | None = None,
     ) -> None:
         """Begins to send the others their chunks of this rank's tensor.
 
@@ -71,6 +77,8 @@ class ChunkSum:
             chunks: The chunk of each rank, by its place among them.
             codec: Encodes what is sent.
             peers: The ranks.
+            errors: Become the chunks less what their ranks receive; this rank's own is left as it
+                is.
             take: Returns memory for messages; None: it is allocated.
         """
         self._own, self._codec = chunks[peers.index], codec
@@ -79,7 +87,7 @@ class ChunkSum:
         targets = _others(peers, 1)
         self._sent = _cut(take, {target: sizes[target] for target in targets})
         for target, message in self._sent.items():
-            codec.encode(chunks[target], message)
+            _encode(codec, chunks[target], message, errors[target])
         self._received = _cut(take, dict.fromkeys(_others(peers, -1), sizes[peers.index]))
         self._works = _begin(self._sent, self._received, peers)
 
@@ -94,18 +102,22 @@ class ChunkSum:
 class CompressedSum:
     """Sums all ranks' tensors: an all-reduce, of which `add_up` begins the second half."""
 
-    def __init__(self, flat_E: Tensor, codec: Codec, peers: Peers) -> None:
+    def __init__(self, flat_E: Tensor, codec: Codec, peers: Peers, errors_E: Tensor) -> None:
         """Begins to sum.
 
         Args:
             flat_E: This rank's tensor, which becomes the sum.
             codec: Encodes what is sent.
             peers: The ranks.
+            errors_E: Becomes what this rank has not sent: of the others' chunks of its tensor, and
+                of the sum of its own. All ranks' together are their tensors' sum less what `flat_E`
+                becomes.
         """
         self._codec, self._peers = codec, peers
         bounds = _bounds(flat_E.numel(), peers.count)
         self._chunks = [flat_E[start:stop] for start, stop in bounds]
-        self._sum = ChunkSum(self._chunks, codec, peers)
+        self._errors = [errors_E[start:stop] for start, stop in bounds]
+        self._sum = ChunkSum(self._chunks, codec, peers, self._errors)
         self._works: list[Any] = []
         self._messages: dict[int, Tensor] = {}
         """The encoded sum of each chunk, by the place of its rank."""
@@ -117,7 +129,7 @@ class CompressedSum:
         sizes = {i: codec.message_bytes(chunk.numel()) for i, chunk in enumerate(chunks)}
         self._messages = _cut(_allocator(chunks[index]), sizes)
         message = self._messages[index]
-        codec.encode(chunks[index], message)
+        _encode(codec, chunks[index], message, self._errors[index])
         others = {place: self._messages[place] for place in _others(self._peers, -1)}
         self._works = _begin(dict.fromkeys(_others(self._peers, 1), message), others, self._peers)
 
@@ -127,6 +139,13 @@ class CompressedSum:
         for place, message in self._messages.items():
             self._codec.decode(message, self._chunks[place])
         self._works, self._messages = [], {}
+
+
+def _encode(codec: Codec, values_E: Tensor, message: Tensor, errors_E: Tensor) -> None:
+    """Encodes values, and leaves in `errors_E` what the message does not have of them."""
+    codec.encode(values_E, message)
+    codec.decode(message, errors_E)
+    torch.sub(values_E, errors_E, out=errors_E)
 
 
 def _bounds(numel: int, ranks: int) -> list[tuple[int, int]]:

@@ -11,8 +11,9 @@ Rules:
       rank that comes to the boundary by a restore would do other things than those that are there.
  WC3  What scripts have asked to be saved at that boundary is exchanged before, in the old world,
       so that nothing that a rank which leaves has asked for is lost.
- WC4  Where ranks divide the state, each that stays gets what it will have of it, and all ranks wait
-      until all have it: as long as that may fail, nothing has changed.
+ WC4  Where ranks divide the state, or keep what they have not sent of gradients, each that stays
+      gets what it will have of it, and all ranks wait until all have it: as long as that may fail,
+      nothing has changed.
  WC5  Then a rank that leaves ends its part by the stop protocol. On a rank that stays the groups go
       first, which may fail too. Until a divided state is laid over the next world it is torn.
  WC6  Random generators are set as a restore of this boundary would set them: rank 0 goes on with
@@ -147,8 +148,8 @@ class WorldChange:
         return ""
 
     def bring_state(self, offer: Offer, parts: PartsOfWorld) -> None:
-        """Brings this rank what it will have of a divided state; all ranks call this together, and
-        when it returns all ranks have theirs (WC4).
+        """Brings this rank what it will have of what ranks do not have alike; all ranks call this
+        together, and when it returns all ranks have theirs (WC4).
 
         Args:
             offer: The next world.
@@ -157,7 +158,7 @@ class WorldChange:
         Raises:
             DistBackendError: A rank is lost; nothing has changed.
         """
-        if not parts.strategy.divides:
+        if not (parts.strategy.divides or parts.strategy.residual.is_kept):
             return
         groups, place = self._groups, offer.assignment
         following = torch.zeros(groups.rank_info.world_size, dtype=torch.int64)

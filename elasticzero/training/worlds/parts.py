@@ -67,3 +67,9 @@ class Captures:
     mirrored: MirroredShards
     start: StartingState
     """Where the state is loaded from that this generation starts from."""
+
+    def release(self) -> None:
+        """Frees what earlier generations have left for their successors, once this one has captured
+        a state of its own."""
+        self.mirrored.release()
+        self.start.kept.release()

@@ -14,8 +14,10 @@ from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.parallel import Strategy
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.snapshots.kept_residual import KeptResidual
 from elasticzero.snapshots.restore import open_source, restore_state, seeded_generators
 from elasticzero.state.auxiliary import AuxiliaryState
+from elasticzero.state.model import RESIDUAL
 from elasticzero.state.schedules import warn_of_changed_rates
 from elasticzero.training.worlds.newcomer import Newcomer
 
@@ -47,6 +49,8 @@ class StartingState:
     """Returns how a generation that begins now fills its buckets."""
     opened: Checkpoint | None = None
     """The state, if `session.prepare` has opened it."""
+    kept: KeptResidual
+    """What this rank's predecessor has kept by itself."""
     first: PretrainedOptimizer | None = None
     """The first state of optimizers, where training begins with one; None: it begins without."""
     newcomer: Newcomer | None = None
@@ -73,6 +77,10 @@ class StartingState:
             return LoadedState(stored=False)
         source = self.opened or open_source(assignment)
         loaded = self._load(source, strategy, auxiliary)
+        if assignment.resume.tier == "ram":
+            names = source.manifest.layout.tensors
+            is_stored = any(name.startswith(RESIDUAL) for name in names)
+            self.kept.take(loaded.step, len(loaded.position.skipped), is_stored=is_stored)
         if assignment.rank == 0:
             warn_of_changed_rates(auxiliary.tracked)
         if assignment.generation == 1:  # a new run goes on where `session.stop` ended the last

@@ -29,10 +29,19 @@ from elasticzero.options.resolve import ParsedOptions
 from elasticzero.options.settings import TrainingSettings, spike_limit
 from elasticzero.options.training import TRAINING_OPTIONS, compared_options
 from elasticzero.options.values import Number
+from elasticzero.options.wire import Wire
 from elasticzero.worker.single_process import read_settings
 
 NAMES = [option.name for option in TRAINING_OPTIONS]
-VALUES = {"N": "7", "K": "7", "S": "7", "SIZE": "8MiB", "F": "2e9", "WHAT": "batch"}
+VALUES = {
+    "N": "7",
+    "K": "7",
+    "S": "7",
+    "SIZE": "8MiB",
+    "F": "2e9",
+    "WHAT": "batch",
+    "FORMAT": "topk:0.25",
+}
 """A value that is not the default, by the word that the help shows for it."""
 SPIKES = "skip:3:10"
 NEEDED = {"keep_every": ("keep",)}
@@ -178,7 +187,7 @@ def test_ranks_compare_options_by_the_same_texts_as_the_release_before() -> None
         on_spike=spike_limit("--on-spike", SPIKES),
     )
     assert [*compared_options(settings).values()] == ["True", "auto", "skip", SPIKES]
-    assert compared_options(TrainingSettings(wire="bf16"))["--wire"] == "bf16"
+    assert compared_options(TrainingSettings(wire=Wire(format="bf16")))["--wire"] == "bf16"
 
 
 def test_no_field_of_the_settings_is_without_an_option() -> None:

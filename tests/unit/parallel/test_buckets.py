@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from elasticzero.options.wire import EXACT
 from elasticzero.parallel import Setting, create
 from elasticzero.parallel.buckets import gather
 from elasticzero.parallel.buckets.all_reduce import AllReduce
@@ -28,6 +29,7 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import OptimizerGroup
 from elasticzero.parallel.optimizers.moves import Division
 from elasticzero.parallel.optimizers.probe import GroupNature
+from elasticzero.parallel.wire.residual import Residual
 from elasticzero.parallel.wire.sums import Peers
 from elasticzero.state.model import NamedModel, spec_of
 from tests.support.fake_groups import fake_group
@@ -275,11 +277,12 @@ def test_a_loss_has_no_message_of_its_own_where_the_release_before_sends_none(
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    losses = LossCheck()
+    losses = LossCheck(has_own_message=one_release)
     losses.add(torch.tensor(1e6), 1.0)
     parameters = {"w": nn.Parameter(torch.ones(3, dtype=dtype))}
     peers = Peers(index=0, group=fake_group(2))
-    sums = AllReduce(parameters, {}, DEFAULT_PLAN, losses, peers, one_release=one_release)
+    residual = Residual(EXACT, Mesh.of_world(0, 1), None)
+    sums = AllReduce(parameters, {}, DEFAULT_PLAN, losses, peers, residual)
     (bucket,) = sums.buckets
     sums.lend(bucket)
     bucket.used_N = [True]

@@ -14,9 +14,12 @@ from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.comm.worlds.entering import KnownCaptures
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import STANDALONE, AgentClient
+from elasticzero.options.wire import EXACT
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.wire.residual import Residual
 from elasticzero.session import Session
+from elasticzero.snapshots.kept_residual import KeptResidual
 from elasticzero.snapshots.mirrored_shards import MirroredShards
 from elasticzero.snapshots.requests import CheckpointRequests
 from elasticzero.snapshots.stager import StateStager
@@ -85,13 +88,19 @@ def made(
         take_changes=lambda: None,
         norm=1.0,
         loss=0.0,
+        residual=Residual(EXACT, Mesh.of_world(0, 1), None),
     )
     model = LaidModel(strategy=strategy, auxiliary=auxiliary, rows=Rows(Mesh.of_world(0, 1)))
     captures = parts.Captures(
         stager=stager,
         requests=CheckpointRequests(link, groups, stager),
         mirrored=MirroredShards(STANDALONE, "ddp", torch.device("cpu"), dict),
-        start=StartingState(link=link, strategy="ddp", plan=BucketPlan),
+        start=StartingState(
+            link=link,
+            strategy="ddp",
+            plan=BucketPlan,
+            kept=KeptResidual(link, groups, strategy.residual),
+        ),
     )
     return TrainingState(link, groups, model, captures, tracker or StepTracker())
 

@@ -84,6 +84,12 @@ def test_other_shares_of_ranks_are_told(told: Told) -> None:
     assert told.lines() == ["  shares follow speeds: rank 0 has 20 %"]
 
 
+def test_what_is_lost_of_gradients_is_told(told: Told) -> None:
+    text = "what 1 lost rank had not sent of gradients yet is lost, of norm 0.1"
+    told.record("residual_lost", step=40, ranks=1, norm=0.1, message=text)
+    assert told.lines() == [f"  {text}"]
+
+
 def test_where_curves_are_written_is_told_once(told: Told) -> None:
     """The agent that leads next says it again."""
     opened, error = (

@@ -1,4 +1,4 @@
-"""The regression, where also its small matrices have gradients that `--wire` rounds."""
+"""The regression, where also its small matrices have gradients that `--wire` encodes."""
 
 import runpy
 from pathlib import Path
