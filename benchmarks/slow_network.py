@@ -1,7 +1,7 @@
 """Measures a step over a slow network with each `--wire`, beside torch's own compression of DDP.
 
     python benchmarks/slow_network.py [--link 100mbit] [--width 800] [--steps 3] [--pairs 3]
-        [--strategies ddp,zero1] [--wires fp32,int8]
+        [--strategies ddp,zero1] [--wires fp32,int8] [--snapshot-every 0]
 
 Two nodes of one worker have network namespaces of their own, whose cable takes so much (`tc`): that
 needs root. Each job takes steps by turns with torch's DDP in the same processes; beside a wire of
@@ -83,6 +83,7 @@ def measure(strategy: str, wire: Wire, order: argparse.Namespace) -> Measured:
         with EtcdServer(address=networks.address) as etcd:
             command = ["--etcd", etcd.endpoint, "--nnodes", "2", "--http-port", "0"]
             command += ["--strategy", strategy, "--wire", str(wire)]
+            command += ["--snapshot-every", order.snapshot_every]
             command += [str(HERE / "training_session.py"), str(out)]
             command += ["--width", str(order.width), "--reference", reference]
             command += ["--pairs", str(order.pairs), "--steps", str(order.steps)]
@@ -115,6 +116,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3, help="of one turn")
     parser.add_argument("--pairs", type=int, default=3, help="turns of each")
+    parser.add_argument("--snapshot-every", default="auto", help="steps; 0: none is replicated")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="by commas")
     parser.add_argument("--wires", default=WIRES, help="by commas, fp32 first")
     order = parser.parse_args()
