@@ -253,6 +253,9 @@ class Stepped:
     held: int | None = None
     """Newest step of which every node holds its snapshot, or the one that the generation started
     from. None: no snapshots are taken, or a lost node costs none of the steps since."""
+    wire_bytes: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    """Bytes that the worker has sent and received since it was made, by what they are and by
+    direction, such as `gradients sent`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.groups import MadeOptimizers, Optimizers
 from elasticzero.parallel.wire.residual import Residual
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.state.model import LoadTarget, LocalTensor, NamedModel, RankState, Spec
 
 GRADIENT_NORM = "gradient/norm"
@@ -107,6 +108,8 @@ class Strategy(Protocol):
     """Number of ranks that hold the whole training state together: those of one row."""
     residual: Residual
     """What this rank has not sent of gradients yet."""
+    traffic: Traffic
+    """Counts what this rank sends; zero3 and `--deterministic` do not count."""
     tells_waits: bool
     """True if the time for which a backward waits for other ranks is known (`step_clock.py`)."""
 

@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from json import dumps
 from typing import Any
 
@@ -44,6 +45,7 @@ from elasticzero.parallel.optimizers.whole_state import TREES, WholeRestore, Who
 from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemory
 from elasticzero.parallel.wire.residual import Residual
 from elasticzero.parallel.wire.sums import Peers
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.rank_groups import same_number
 from elasticzero.spans import Span
 from elasticzero.state.model import (
@@ -76,7 +78,10 @@ class Replicated:
             check_takes_dense(self.optimizers.by_name.values())
         self._ranks = setting.world_size
         mesh, wire = setting.place, setting.options.wire
-        self._peers = Peers.of_world(mesh, wire)
+        self.traffic = Traffic()
+        self._peers = Peers(
+            index=mesh.rank, group=mesh.world_group, wire=wire, traffic=self.traffic
+        )
         self.residual = Residual(EXACT if setting.alone else wire, mesh, mesh.world_group)
         self._device = setting.device
         self._alone = setting.alone
@@ -137,7 +142,7 @@ class Replicated:
         """Sums gradients over the ranks of another world from the next step on."""
         self.residual.enter_world(mesh, mesh.world_group)
         self._ranks = mesh.world_size
-        self._peers = Peers.of_world(mesh, self._peers.wire)
+        self._peers = replace(self._peers, index=mesh.rank, group=mesh.world_group)
         self._changes.enter_world(self._ranks, anew=plan is not None)
         if plan is not None and not self._fixed_order:
             self._fill(plan)

@@ -47,6 +47,7 @@ from elasticzero.parallel.parameter_changes import (
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.pieced import PiecedStrategy
 from elasticzero.parallel.wire.residual import Residual
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.rank_groups.group import RankGroup
 from elasticzero.spans import Span
 from elasticzero.state.model import MODEL, LoadTarget, LocalTensor, RankState, Spec, spec_of
@@ -79,11 +80,12 @@ class FlatBuckets(PiecedStrategy):
         self._trained, self._stage, self._plan = trained, stage, setting.bucket_plan
         self._wire = EXACT if setting.alone else setting.options.wire
         self.residual = Residual(self._wire, mesh, _replicas(mesh))
+        self.traffic = Traffic()
         self._lay(mesh, shared_outside((*setting.model.parameters(), *setting.model.buffers())))
         self._pieced.place(self._own_pieces())
         self._rest = {n: p for n, p in self._parameters.items() if n not in trained}
         self._frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        self._gather = ParameterGather(setting.model, self._buckets, mesh)
+        self._gather = ParameterGather(setting.model, self._buckets, mesh, self.traffic)
         mirrors = [
             Mirror(rank, [self._mirrored(b, rank) for b in self._buckets], optimizers, specs, mesh)
             for rank, optimizers in copies.items()
@@ -120,7 +122,9 @@ class FlatBuckets(PiecedStrategy):
         self._pieced.chunks = [
             MasteredValues(b.own_C, b.master_C) for b in self._buckets if b.master_C is not None
         ]
-        self._scatter = ReduceScatter(self._buckets, self._stage, mesh, self._wire, self.residual)
+        self._scatter = ReduceScatter(
+            self._buckets, self._stage, mesh, self._wire, self.residual, self.traffic
+        )
         self._queue = BucketQueue(self._scatter)
 
     def _dealt(self, shards: int, plan: BucketPlan) -> list[DealtNames]:

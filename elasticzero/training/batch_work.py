@@ -369,6 +369,7 @@ class BatchWork:
             gradient_norm=training.gradient_norm,
             compute_s=clock.seconds,
             held=training.stager.held_step,
+            wire_bytes=training.strategy.traffic.counts,
         )
         if self.tracker.now.only is None:
             self.report(training)

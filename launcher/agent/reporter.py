@@ -389,7 +389,9 @@ class AgentReporter:
             at = {"time": time.time() - ago_s, "generation": generation}
             rank, own_s = self._latest.compute.slowest()
             slowest = {"slowest_local_rank": rank, "compute_s": own_s}
-            self.note("step", **field_values(message) | at | slowest)
+            fields = field_values(message)
+            fields.pop("wire_bytes", None)  # they are a metric alone
+            self.note("step", **fields | at | slowest)
 
     @recorded
     def snapshot_held(self, held: SnapshotHeld) -> None:

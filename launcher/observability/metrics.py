@@ -57,6 +57,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.descriptions: list[MetricDescription] = []
         self._identity: tuple[str, ...] = ()
+        self._wire_counts: dict[str, Mapping[str, int]] = {}
+        """What each worker has sent and received until its newest step, by its local rank."""
         self._names: set[str] = set()
         """Names of `session.log` that are metrics."""
         self._membership()
@@ -114,6 +116,12 @@ class Metrics:
             "tokens_total",
             "Sum of the `tokens` that a worker's script has logged, recomputed ones included.",
             per_worker,
+        )
+        self.wire_bytes = self._counter(
+            "wire_bytes_total",
+            "Bytes of gradients and parameters that this node's workers have sent to other ranks "
+            "and received from them; zero3 and --deterministic count none.",
+            ("kind", "direction"),
         )
         self.loss = self._gauge(
             "loss", "Loss of the last step, as the script logged it.", per_worker
@@ -248,6 +256,21 @@ class Metrics:
         if message.gradient_norm is not None:
             self.gradient_norm.labels(rank).set(message.gradient_norm)
         self.samples.labels(rank).inc(message.samples)
+        self._observe_wire(rank, message.wire_bytes)
+
+    def _observe_wire(self, rank: str, counts: Mapping[str, int]) -> None:
+        """Adds what a worker has sent and received since its newest step that is known.
+
+        Args:
+            rank: Its local rank.
+            counts: The bytes since it was made, by kind and direction; a successor begins anew.
+        """
+        before = self._wire_counts.get(rank, {})
+        for name, count in counts.items():
+            kind, _, direction = name.partition(" ")
+            passed = before.get(name, 0)
+            self.wire_bytes.labels(kind, direction).inc(count - (passed if passed <= count else 0))
+        self._wire_counts[rank] = counts
 
     def _observe_log(self, rank: str, scalars: Mapping[str, float]) -> None:
         if "loss" in scalars:

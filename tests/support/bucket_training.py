@@ -21,6 +21,7 @@ from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.wire.residual import Residual
 from elasticzero.parallel.wire.sums import Peers
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.spans import Span
 from tests.support.fake_groups import fake_group
 
@@ -163,7 +164,9 @@ class Trainer:
                 FlatBucket(DealtNames(names=n), [by_name[i] for i in n], mesh.shard, mesh.shards)
                 for n in filled
             ]
-            self.exchange = ReduceScatter(buckets, int(kind[4]), mesh, wire, self.residual)
+            self.exchange = ReduceScatter(
+                buckets, int(kind[4]), mesh, wire, self.residual, Traffic()
+            )
         self.queue = BucketQueue(self.exchange)
 
     def step(self, step: int) -> dict[str, Tensor | None]:

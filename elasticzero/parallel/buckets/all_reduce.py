@@ -143,6 +143,7 @@ class AllReduce:
             if codec is not None and self._peers.count > 1:
                 encoded = CompressedSum(bucket.gradients_E, codec, self._peers, errors_E)
         summed = bucket.flat if encoded is None else tail
+        self._peers.traffic.count_halves("gradients", summed.nbytes, self._peers.count, halves=2)
         work = dist.all_reduce(summed, group=group, async_op=True)
         self._under_way.append((bucket, work, encoded))
 

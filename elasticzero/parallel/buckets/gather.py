@@ -19,6 +19,7 @@ from torch import nn
 from elasticzero.parallel.buckets.exchange import begin_all_gather, is_launched
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.step_clock import wait_for
 from elasticzero.torch_internals.tensors import call_around_compiling
 
@@ -97,14 +98,18 @@ def stepped_together(buckets: Sequence[FlatBucket]) -> list[Sequence[FlatBucket]
 class ParameterGather:
     """Brings the parameters of flat buckets up to date on all ranks of a row."""
 
-    def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket], mesh: Mesh) -> None:
+    def __init__(
+        self, model: nn.Module, buckets: Sequence[FlatBucket], mesh: Mesh, traffic: Traffic
+    ) -> None:
         """Makes each module wait for its own parameters before its forward.
 
         Args:
             model: The model whose modules have the parameters.
             buckets: The buckets, whose parameters are up to date.
             mesh: The rows of ranks; the ranks of a row have the chunks of a bucket.
+            traffic: Counts what is sent.
         """
+        self._traffic = traffic
         self._works: dict[FlatBucket, list[Any]] = {}
         """The gathers that are under way."""
         self._broken: set[FlatBucket] = set()
@@ -147,6 +152,7 @@ class ParameterGather:
         if bucket.world_size == 1:
             return
         chunks = bucket.chunks(bucket.flat_E)
+        self._traffic.count_halves("parameters", bucket.flat_E.nbytes, self._mesh.shards, halves=1)
         try:
             self._works[bucket] = begin_all_gather(bucket.flat_E, chunks, self._mesh)
         except RuntimeError as error:

@@ -30,6 +30,7 @@ from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.wire.codecs import Codec, codec_of
 from elasticzero.parallel.wire.residual import BucketResidual, Residual
 from elasticzero.parallel.wire.sums import ChunkSum, CompressedSum, Peers, Take
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.step_clock import wait_for
 
 
@@ -143,6 +144,7 @@ class ReduceScatter:
         mesh: Mesh,
         wire: Wire,
         residual: Residual,
+        traffic: Traffic,
     ) -> None:
         """Makes one pool of memory for the buckets of each dtype and device.
 
@@ -153,8 +155,9 @@ class ReduceScatter:
             wire: The format of gradients between ranks; where there are several rows, of sums
                 between these.
             residual: What is left out of gradients that are encoded.
+            traffic: Counts what is sent.
         """
-        self._mesh = mesh
+        self._mesh, self._traffic = mesh, traffic
         self.keeps = stage == 1 or mesh.shards == 1
         largest: dict[Any, int] = {}
         for bucket in buckets:
@@ -203,13 +206,15 @@ class ReduceScatter:
             flat_E: All chunks, end to end.
         """
         if bucket.codec is not None and self._mesh.replicas == 1:
-            row, errors = Peers.of_row(self._mesh), bucket.bucket.chunks(bucket.errors_E)
+            row = Peers.of_row(self._mesh, self._traffic)
+            errors = bucket.bucket.chunks(bucket.errors_E)
             bucket.encoded = ChunkSum(chunks, bucket.codec, row, errors, self._lender(bucket))
             return
         if is_direct(flat_E):
             others, chunk = self._mesh.shards - 1, bucket.bucket.chunk
             room = self._borrow(bucket, others * chunk)
             bucket.received = room[: others * chunk].view(others, chunk)
+        self._traffic.count_halves("gradients", flat_E.nbytes, self._mesh.shards, halves=1)
         bucket.works = begin_reduce_scatter(flat_E, chunks, bucket.received, self._mesh)
 
     def finish(self) -> None:
@@ -296,7 +301,9 @@ class ReduceScatter:
         reduced_C, mesh = bucket.reduced_C, self._mesh
         if bucket.codec is not None and mesh.replicas > 1 and reduced_C.numel():
             bucket.replica_works = []
-            peers, errors_C = Peers.of_replicas(mesh), bucket.bucket.own_part(bucket.errors_E)
+            peers = Peers.of_replicas(mesh, self._traffic)
+            errors_C = bucket.bucket.own_part(bucket.errors_E)
             bucket.replica_sum = CompressedSum(reduced_C, bucket.codec, peers, errors_C)
         else:
+            self._traffic.count_halves("gradients", reduced_C.nbytes, mesh.replicas, halves=2)
             bucket.replica_works = begin_replica_sum(reduced_C, mesh)

@@ -31,6 +31,7 @@ from elasticzero.parallel.parameter_changes import ForwardChanges, ParameterMemo
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.pieced import PiecedStrategy
 from elasticzero.parallel.wire.residual import Residual
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.spans import Span
 from elasticzero.state.model import (
     MODEL,
@@ -51,7 +52,7 @@ class WholeParameters(PiecedStrategy):
         self.model = setting.model
         check_hooks(setting.named.parameters, "zero1 and zero2")
         mesh = setting.place
-        self.residual = Residual(EXACT, mesh, None)
+        self.residual, self.traffic = Residual(EXACT, mesh, None), Traffic()
         self._parameters = setting.named.parameters
         specs = {name: spec_of(p) for name, p in self._parameters.items()}
         made = setting.factory(list(self._parameters.values()))

@@ -49,6 +49,7 @@ from elasticzero.parallel.parameter_changes import (
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.pieced import PiecedStrategy
 from elasticzero.parallel.wire.residual import Residual
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.rank_groups import same_number
 from elasticzero.spans import Span, chunk, fsdp_rows
 from elasticzero.state.digests import digests
@@ -90,7 +91,7 @@ class FullyPartitioned(PiecedStrategy):
         self._mesh, self._device = setting.place, setting.state_device
         self._computes_on = setting.device.type
         self.shards = self._mesh.shards
-        self.residual = Residual(EXACT, self._mesh, None)
+        self.residual, self.traffic = Residual(EXACT, self._mesh, None), Traffic()
         self._specs = {name: spec_of(p) for name, p in setting.named.parameters.items()}
         error = overlap(setting.named.parameters) or buffer_overlap(setting.model)
         if error is not None:

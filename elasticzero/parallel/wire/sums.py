@@ -11,7 +11,7 @@ Shapes: E elements of a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from elasticzero.options.wire import EXACT, Wire
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.wire.codecs import Codec
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.rank_groups.group import RankGroup
 from elasticzero.step_clock import wait_for
 
@@ -42,18 +43,16 @@ class Peers:
     """This rank's place among them."""
     group: RankGroup
     wire: Wire = EXACT
+    traffic: Traffic = field(default_factory=Traffic)
+    """Counts what is sent."""
 
     @classmethod
-    def of_world(cls, mesh: Mesh, wire: Wire = EXACT) -> Peers:
-        return cls(index=mesh.rank, group=mesh.world_group, wire=wire)
+    def of_row(cls, mesh: Mesh, traffic: Traffic) -> Peers:
+        return cls(index=mesh.shard, group=mesh.shard_group, traffic=traffic)
 
     @classmethod
-    def of_row(cls, mesh: Mesh) -> Peers:
-        return cls(index=mesh.shard, group=mesh.shard_group)
-
-    @classmethod
-    def of_replicas(cls, mesh: Mesh) -> Peers:
-        return cls(index=mesh.replica, group=mesh.replica_group)
+    def of_replicas(cls, mesh: Mesh, traffic: Traffic) -> Peers:
+        return cls(index=mesh.replica, group=mesh.replica_group, traffic=traffic)
 
     @property
     def count(self) -> int:
@@ -185,4 +184,6 @@ def _begin(sent: dict[int, Tensor], received: dict[int, Tensor], peers: Peers) -
         for place, message in messages.items()
         if message.numel()
     ]
+    sizes = [sum(message.nbytes for message in side.values()) for side in (sent, received)]
+    peers.traffic.count_messages("gradients", *sizes)
     return dist.batch_isend_irecv(operations) if operations else []

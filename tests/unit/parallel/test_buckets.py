@@ -31,6 +31,7 @@ from elasticzero.parallel.optimizers.moves import Division
 from elasticzero.parallel.optimizers.probe import GroupNature
 from elasticzero.parallel.wire.residual import Residual
 from elasticzero.parallel.wire.sums import Peers
+from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.state.model import NamedModel, spec_of
 from tests.support.fake_groups import fake_group
 
@@ -181,7 +182,7 @@ def pending(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Linear, list[Work], Par
     monkeypatch.setattr(gather, "begin_all_gather", begin)
     model = nn.Linear(3, 2)
     bucket = FlatBucket(DealtNames(names=["weight", "bias"]), list(model.parameters()), 0, 2)
-    parameter_gather = ParameterGather(model, [bucket], Mesh.of_world(0, 2))
+    parameter_gather = ParameterGather(model, [bucket], Mesh.of_world(0, 2), Traffic())
     parameter_gather.begin(bucket)
     parameter_gather.leave_pending()
     return model, works, parameter_gather

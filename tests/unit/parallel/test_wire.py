@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from elasticzero.parallel.wire.codecs import (
 )
 from elasticzero.parallel.wire.residual import Residual
 from elasticzero.parallel.wire.sums import ChunkSum, CompressedSum, Peers
+from elasticzero.parallel.wire.traffic import Traffic
 from tests.support.fake_groups import fake_group
 from tests.support.threaded_ranks import FakeGroup, patched
 
@@ -293,3 +295,48 @@ def test_a_wire_that_rounds_is_refused_where_it_cannot_be_had(
         check_options(strategy, options, mirrored=False)
     for name in ("ddp", "zero1", "zero2"):
         check_options(name, TrainingSettings(wire=BF16), mirrored=False)
+
+
+@pytest.mark.parametrize("text", ["fp32", "int8", "topk:0.25"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_bytes_are_counted_as_they_are_sent(text: str, ranks: int) -> None:
+    """A ring sends as much as messages do: each rank all chunks but its own, and once more."""
+    wire, made = wire_of("--wire", text), FakeGroup(ranks)
+    parameters = {"w": nn.Parameter(torch.ones(96, 64)), "b": nn.Parameter(torch.ones(7))}
+    traffics = [Traffic() for _ in range(ranks)]
+
+    def body(peers: Peers) -> None:
+        traffic = traffics[peers.index]
+        mesh = Mesh.of_world(peers.index, ranks, peers.group)
+        residual = Residual(wire, mesh, None)
+        peers = replace(peers, wire=wire, traffic=traffic)
+        plan = BucketPlan(size_bytes=100, order=())
+        sums = AllReduce(parameters, {}, plan, LossCheck(), peers, residual)
+        for bucket in sums.buckets:
+            sums.lend(bucket)
+            bucket.used_N = [True] * len(bucket.names)
+            sums.begin(bucket, complete=True)
+        sums.finish()
+
+    run(made, body)
+    counts = [traffic.counts for traffic in traffics]
+    sent = sum(count["gradients sent"] for count in counts)
+    assert sent == sum(count["gradients received"] for count in counts)
+    tails = 4 * (len(parameters["b"]) + 2 + 2) if wire.is_lossy else 0
+    whole = 4 * (96 * 64 + 7 + 4)
+    collectives = tails if wire.is_lossy else whole
+    expected = made.sent_bytes + ranks * (2 * collectives * (ranks - 1) // ranks)
+    assert sent == pytest.approx(expected, abs=8 * ranks)  # shares are whole
+    assert (made.sent_bytes > 0) == (wire.is_lossy and ranks > 1)
+
+
+def test_a_reduce_scatter_and_an_all_gather_are_halves_of_an_all_reduce() -> None:
+    traffic = Traffic()
+    traffic.count_halves("gradients", 1000, 4, halves=1)
+    traffic.count_halves("parameters", 1000, 4, halves=2)
+    assert traffic.counts == {
+        "gradients sent": 750,
+        "gradients received": 750,
+        "parameters sent": 1500,
+        "parameters received": 1500,
+    }

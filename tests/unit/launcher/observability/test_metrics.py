@@ -26,8 +26,12 @@ STEPPED = Stepped(
     samples=12,
     gradient_norm=3.5,
     compute_s=0.2,
+    wire_bytes={"gradients sent": 900, "gradients received": 800},
 )
-LABELS = ("local_rank", "reason", "cause", "phase", "purpose", "operation", "code", "name", "gpu")
+LABELS = (
+    *("local_rank", "reason", "cause", "phase", "purpose", "operation", "code", "name", "gpu"),
+    *("kind", "direction"),
+)
 
 
 def observed() -> Metrics:
@@ -150,3 +154,24 @@ def test_importing_is_light() -> None:
     code = f"import {module}, sys; print({{'torch', 'grpc', 'etcd3'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_bytes_on_the_wire_are_added_up_over_workers_and_their_successors() -> None:
+    metrics = Metrics()
+
+    def sent() -> float | None:
+        return sample(metrics, "wire_bytes_total", kind="gradients", direction="sent")
+
+    for local_rank, count, total in (
+        (0, 100, 100),
+        (1, 40, 140),
+        (0, 250, 290),
+        (0, 250, 290),
+        (0, 70, 360),  # another process has taken its place
+        (1, 90, 410),
+    ):
+        stepped = replace(STEPPED, wire_bytes={"gradients sent": count})
+        metrics.received(local_rank, stepped)
+        assert sent() == total
+    metrics.received(0, replace(STEPPED, wire_bytes={}))  # of a strategy that does not count
+    assert sent() == 410
