@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,11 @@ WORLDS = {2: 3, 1: 7}
 """Number of ranks, and the step up to which they train; an epoch has five."""
 
 
+def cloned(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a copy; a histogram makes the very tensors that it loads its own, and fills them."""
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
 def expected(kind: str) -> dict[str, Tensor]:
     """Returns the state of plain torch whose observers see each rank's samples."""
     model, samples = observed.model_of(kind), Samples()
@@ -28,16 +34,16 @@ def expected(kind: str) -> dict[str, Tensor]:
         ranks = next(ranks for ranks, until in WORLDS.items() if step < until)
         chosen = batches[step % len(batches)]
         optimizer.zero_grad()
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        before = cloned(model.state_dict())
         first: dict[str, Tensor] = {}
         for rank in range(ranks):
-            model.load_state_dict(before)
+            model.load_state_dict(cloned(before))
             part = [
                 samples[i] for i in chosen[rank * len(chosen) // ranks :][: len(chosen) // ranks]
             ]
             batch = {key: torch.stack([sample[key] for sample in part]) for key in part[0]}
             (observed.loss_of(model, batch) / ranks).backward()
-            first = first or {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            first = first or cloned(model.state_dict())
         model.load_state_dict(first)
         optimizer.step()
     return {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
