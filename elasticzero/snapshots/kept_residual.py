@@ -74,7 +74,7 @@ class KeptResidual:
         Raises:
             DistBackendError: A rank is lost; then each keeps its own.
         """
-        if self._groups is not None and self._residual.is_of_one_rank:
+        if self._groups is not None and self._residual.differs_among_replicas:
             self._residual.sum_up()
             self._groups.verify_collectives()
             self._groups.control_tree.allreduce_max(0)
@@ -88,7 +88,9 @@ class KeptResidual:
             skipped: Number of global batches that were skipped until then.
         """
         a, residual = self._link.assignment, self._residual
-        if not residual.is_kept or not (residual.is_of_one_rank or a.mirrored_by is not None):
+        if not residual.is_kept or not (
+            residual.differs_among_replicas or a.mirrored_by is not None
+        ):
             return
         boundary: dict[str, Any] = {"run": a.run, "generation": a.generation, "ranks": a.world_size}
         draft = self._path.with_suffix(".draft")
@@ -96,7 +98,7 @@ class KeptResidual:
         try:
             if (squares := residual.squares()) is not None:
                 boundary |= {"square": squares.of_rank, "square of all": squares.of_all}
-            parts = {step: residual.present()} if residual.is_of_one_rank else {}
+            parts = {step: residual.present()} if residual.differs_among_replicas else {}
             if parts and residual.is_complete and _are_finite(following := residual.following()):
                 parts[step + 1] = following
             boundary |= {"step": step, "skipped": skipped, "has next": step + 1 in parts}
@@ -105,7 +107,7 @@ class KeptResidual:
             draft.replace(self._path)
         except Exception as error:  # noqa: BLE001 - the state itself is worth more than this
             draft.unlink(missing_ok=True)
-            log.warning(f"what was not sent of gradients yet is lost: {one_line(error)}")
+            log.warning(f"parts of gradients that were not sent yet are lost: {one_line(error)}")
 
     def take(self, step: int, skipped: int, *, is_stored: bool) -> None:
         """Takes over what this rank's predecessor has kept, and has rank 0 say what is lost. All
@@ -140,8 +142,9 @@ class KeptResidual:
             square: The square of its norm, about; NaN: not known.
         """
         norm = None if math.isnan(square) else math.sqrt(square)
-        of = f", of norm {norm:.3g}" if norm is not None else ""
-        text = f"what {count_text(ranks, 'lost rank')} had not sent of gradients yet is lost{of}"
+        about = f" (norm about {norm:.3g})" if norm is not None else ""
+        who = count_text(ranks, "lost rank")
+        text = f"parts of gradients that {who} had not sent yet are lost{about}"
         self._link.send(ResidualLost(step=step, ranks=ranks, norm=norm, message=text))
 
     def _read(self, assignment: Assignment, step: int, skipped: int) -> _Kept | None:
@@ -156,18 +159,10 @@ class KeptResidual:
         try:
             with safe_open(self._path, "pt") as file:
                 boundary = json.loads((file.metadata() or {})[_KEY])
-                before = boundary["step"]
-                if place != (boundary["run"], boundary["generation"]):
+                which = _serves(boundary, step, skipped)
+                if which is None or place != (boundary["run"], boundary["generation"]):
                     return None
-                # Another rank has skipped the step that this one had not ended: nothing was sent.
-                is_skipped = step == before + 1 and skipped > boundary["skipped"]
-                if (
-                    step != before
-                    and not is_skipped
-                    and not (step == before + 1 and boundary["has next"])
-                ):
-                    return None
-                start = f"{before if is_skipped else step}/"
+                start = f"{which}/"
                 names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118
                 parts = {name.removeprefix(start): file.get_tensor(name) for name in names}
         except (OSError, SafetensorError, KeyError, ValueError, TypeError):
@@ -188,6 +183,21 @@ class KeptResidual:
                 number = path.stem.removeprefix("residual-")
                 if number.isdecimal() and int(number) >= a.local_world_size:
                     path.unlink(missing_ok=True)
+
+
+def _serves(boundary: Mapping[str, Any], step: int, skipped: int) -> int | None:
+    """Returns the boundary whose residual in a file serves for another one; None: none does.
+
+    Args:
+        boundary: What the file says of itself.
+        step: The boundary at which training goes on.
+        skipped: Number of global batches that were skipped until then.
+    """
+    before = boundary["step"]
+    if step == before + 1 and skipped > boundary["skipped"]:
+        return int(before)  # others have skipped the step that this rank had not ended
+    has_next = step == before + 1 and boundary["has next"]
+    return step if step == before or has_next else None
 
 
 def _are_finite(parts: Mapping[str, Tensor]) -> bool:

@@ -124,7 +124,7 @@ def test_what_a_lost_node_had_is_said_where_no_step_is_made_again(
     assert lost["ranks"] == (2 if "--nproc-per-node" in options else 1)
     norm = float(torch.linalg.vector_norm(missing(checkpoints)))
     assert 0 < norm < 3 * lost["norm"]
-    assert f"of norm {lost['norm']:.3g}" in told.logs()
+    assert f"(norm about {lost['norm']:.3g})" in told.logs()
 
 
 def test_a_job_that_goes_on_with_fewer_ranks_has_all_residuals(

@@ -156,7 +156,7 @@ class Residual:
         """The sum over all ranks by parameter, where all have agreed to end a generation (EF5)."""
 
     @property
-    def is_of_one_rank(self) -> bool:
+    def differs_among_replicas(self) -> bool:
         """Returns whether other ranks hold the same part of the state as this one, but not its
         residual (EF5)."""
         return self._replicas is not None and len(self._replicas.ranks) > 1
@@ -279,7 +279,7 @@ class Residual:
     def sum_up(self) -> None:
         """Sums the residuals of ranks that hold the same part of the state, where all ranks leave
         at this boundary; they call this together (EF5)."""
-        if self._replicas is None or not self.is_of_one_rank:
+        if self._replicas is None or not self.differs_among_replicas:
             return
         for bucket in self._buckets:
             bucket.spare_E.copy_(bucket.present_E)

@@ -188,7 +188,7 @@ def test_no_room_for_the_file(
 
     monkeypatch.setattr(kept_residual, "save_file", refuse)
     write(Rank(tmp_path))
-    assert "what was not sent of gradients yet is lost" in caplog.text
+    assert "parts of gradients that were not sent yet are lost" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 

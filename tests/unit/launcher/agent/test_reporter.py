@@ -301,7 +301,7 @@ def test_events_made_of_messages_have_their_documented_fields(
         Restored(step=1, tier="ram", connect_s=0.1, build_s=0.1, restore_s=0.1, bytes_read=8),
         DataChanged(step=1, allowed=("batch",), message="epoch 0 goes on"),
         SharesChanged(step=1, message="rank 0 has 20 %"),
-        ResidualLost(step=1, ranks=1, norm=0.1, message="what 1 lost rank had"),
+        ResidualLost(step=1, ranks=1, norm=0.1, message="parts of gradients are lost"),
         Stepped(step=2, at_s=0.0, step_s=0.1, data_wait_s=0.0, samples=1),
         Captured(step=2, generation=1, rank=0, world_size=1, bytes=8),
         SnapshotInterval(every=4, cost_s=0.01, step_s=0.1),

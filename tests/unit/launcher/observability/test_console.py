@@ -85,7 +85,7 @@ def test_other_shares_of_ranks_are_told(told: Told) -> None:
 
 
 def test_what_is_lost_of_gradients_is_told(told: Told) -> None:
-    text = "what 1 lost rank had not sent of gradients yet is lost, of norm 0.1"
+    text = "parts of gradients that 1 lost rank had not sent yet are lost (norm about 0.1)"
     told.record("residual_lost", step=40, ranks=1, norm=0.1, message=text)
     assert told.lines() == [f"  {text}"]
 
