@@ -44,7 +44,7 @@ def test_a_join_and_a_drain_lose_no_step_where_memory_is_short(
         assert codes == {"node-0": 75, "node-1": 0}, told.logs()
         assert told.generation == 3 and told.lineage.recomputed == 0
         tiers = {world["generation"]: world["tier"] for world in told.of("world")}
-        assert tiers == {1: "fresh", 2: "ram", 3: "live"}
+        assert tiers == {1: "fresh", 2: "live", 3: "live"}
         check_samples(told.lineage, told.directory())
         log = told.node(0).log.read_text()
         assert f"{memory} is short: this node's snapshots need " in log
