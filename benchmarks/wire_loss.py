@@ -27,7 +27,7 @@ from elasticzero.text import table_text
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "gpt.py"
 SIZE = ("--layers", "2", "--context", "64", "--global-batch", "16")
 FAULTS = (("kill-worker", 0.3), ("kill-node", 0.5), ("join", 0.55), ("kill-worker", 0.75))
-"""What comes, and when, as a share of the steps."""
+"""Names each fault, with the share of the steps after which it comes."""
 RESULT = "validation loss "
 LIMIT_S = 600.0
 

@@ -122,7 +122,8 @@ class RankMemory:
     mirrors: int = 0
     """Live copies of other ranks' parts, with the gradients for them."""
     residual: int = 0
-    """What was not sent of gradients that are encoded: at the newest boundary, and at the next."""
+    """Parts of encoded gradients that are yet to be sent, those of the newest boundary and of the
+    next."""
     host: int = 0
     """State in host memory instead of the device's, which the other numbers leave out."""
 

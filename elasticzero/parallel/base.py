@@ -107,7 +107,7 @@ class Strategy(Protocol):
     shards: int
     """Number of ranks that hold the whole training state together: those of one row."""
     residual: Residual
-    """What this rank has not sent of gradients yet."""
+    """Holds what this rank has not sent of gradients yet."""
     traffic: Traffic
     """Counts what this rank sends; zero3 and `--deterministic` do not count."""
     tells_waits: bool

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,39 @@ def drain_and_join(told: Story) -> None:
         told.wait_for_step(told.step + 3)
 
 
+def lose_a_node(told: Story) -> None:
+    told.wait_for_step(8)
+    with told.slowed(0.5):
+        told.cluster.kill_node(told.node(0))
+        told.wait_for_first_step(2)
+
+
+@dataclass
+class Ended:
+    """A job of three nodes that has ended."""
+
+    told: Story
+    codes: list[int]
+    missing: Tensor
+
+
+Train = Callable[..., Ended]
+"""Runs a job through a change: the change, the strategy, then further options."""
+
+
+@pytest.fixture
+def train(tmp_path: Path, job: str, etcd: EtcdServer) -> Train:
+    def run(change: Callable[[Story], None], strategy: str, *options: str) -> Ended:
+        checkpoints = tmp_path / "checkpoints"
+        arguments = job_arguments(checkpoints, strategy, *options)
+        with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
+            change(told)
+            codes = told.wait_for_end()
+        return Ended(told, sorted(codes.values()), missing(checkpoints))
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -65,16 +100,12 @@ def drain_and_join(told: Story) -> None:
     ],
 )
 def test_nodes_that_leave_and_come_lose_nothing(
-    strategy: str, options: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
+    strategy: str, options: tuple[str, ...], train: Train
 ) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    arguments = job_arguments(checkpoints, strategy, *options)
-    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
-        drain_and_join(told)
-        codes = told.wait_for_end()
-        assert not told.of("residual_lost")
-    assert sorted(codes.values()) == [0, 0, 0, 75], told.logs()
-    assert float(missing(checkpoints).abs().max()) < 1e-9
+    ended = train(drain_and_join, strategy, *options)
+    assert ended.codes == [0, 0, 0, 75], ended.told.logs()
+    assert not ended.told.of("residual_lost")
+    assert float(ended.missing.abs().max()) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -82,19 +113,12 @@ def test_nodes_that_leave_and_come_lose_nothing(
     [("zero1", ("--wire", "int8")), slow("zero2", ("--wire", "int4", "--snapshot-every", "3"))],
 )
 def test_a_snapshot_has_what_a_lost_node_had(
-    strategy: str, options: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
+    strategy: str, options: tuple[str, ...], train: Train
 ) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    arguments = job_arguments(checkpoints, strategy, *options)
-    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
-        told.wait_for_step(8)
-        with told.slowed(0.5):
-            told.cluster.kill_node(told.node(0))
-            told.wait_for_first_step(2)
-        codes = told.wait_for_end()
-        assert not told.of("residual_lost")
-    assert sorted(codes.values()) == [-9, 0, 0], told.logs()
-    assert float(missing(checkpoints).abs().max()) < 1e-9
+    ended = train(lose_a_node, strategy, *options)
+    assert ended.codes == [-9, 0, 0], ended.told.logs()
+    assert not ended.told.of("residual_lost")
+    assert float(ended.missing.abs().max()) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -108,23 +132,15 @@ def test_a_snapshot_has_what_a_lost_node_had(
     ],
 )
 def test_what_a_lost_node_had_is_said_where_no_step_is_made_again(
-    strategy: str, options: tuple[str, ...], tmp_path: Path, job: str, etcd: EtcdServer
+    strategy: str, options: tuple[str, ...], train: Train
 ) -> None:
     """Survivors keep what they have: no more is missing than the lost ranks had."""
-    checkpoints = tmp_path / "checkpoints"
-    arguments = job_arguments(checkpoints, strategy, *options)
-    with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
-        told.wait_for_step(8)
-        with told.slowed(0.5):
-            told.cluster.kill_node(told.node(0))
-            told.wait_for_first_step(2)
-        codes = told.wait_for_end()
-        (lost,) = told.of("residual_lost")
-    assert sorted(codes.values()) == [-9, 0, 0], told.logs()
+    ended = train(lose_a_node, strategy, *options)
+    assert ended.codes == [-9, 0, 0], ended.told.logs()
+    (lost,) = ended.told.of("residual_lost")
     assert lost["ranks"] == (2 if "--nproc-per-node" in options else 1)
-    norm = float(torch.linalg.vector_norm(missing(checkpoints)))
-    assert 0 < norm < 3 * lost["norm"]
-    assert f"(norm about {lost['norm']:.3g})" in told.logs()
+    assert 0 < float(torch.linalg.vector_norm(ended.missing)) < 3 * lost["norm"]
+    assert f"(norm about {lost['norm']:.3g})" in ended.told.logs()
 
 
 def test_a_job_that_goes_on_with_fewer_ranks_has_all_residuals(

@@ -21,7 +21,7 @@ from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.buckets.queue import GradientBucket
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.wire.codecs import codec_of
+from elasticzero.parallel.wire.codecs import Codec, codec_of
 from elasticzero.parallel.wire.residual import BucketResidual, Residual
 from elasticzero.parallel.wire.sums import CompressedSum, Peers
 from elasticzero.step_clock import wait_for
@@ -39,7 +39,9 @@ class SummedBucket(GradientBucket):
     flat: Tensor
     """E gradients, N uses, the loss; or 0, where losses have a message of their own."""
     residual: BucketResidual | None = None
-    """What was not sent of gradients that are encoded; None: they are sent as they are."""
+    """Holds what was not sent of encoded gradients; None: they are sent as they are."""
+    codec: Codec | None = None
+    """Encodes what is sent; None: it is sent as it is."""
 
     def views(self, flat_E: Tensor) -> list[Tensor]:
         """Returns the places of the parameters in a flat tensor, in their shapes."""
@@ -93,7 +95,8 @@ class AllReduce:
         self._losses = losses
         self._peers, self._residual = peers, residual
         for bucket in self.buckets:
-            if codec_of(peers.wire, bucket.parameters[0]) is not None:
+            bucket.codec = codec_of(peers.wire, bucket.parameters[0])
+            if bucket.codec is not None:
                 total = sum(parameter.numel() for parameter in bucket.parameters)
                 flat_E = bucket.parameters[0].data.new_empty(total)
                 bucket.residual = BucketResidual(bucket.names, flat_E, bucket.views)
@@ -139,9 +142,8 @@ class AllReduce:
         if bucket.residual is not None:
             self._residual.begin_squares()
             errors_E = bucket.residual.add_to(bucket.gradients_E, self._residual.scale)
-            codec = codec_of(self._peers.wire, bucket.parameters[0])
-            if codec is not None and self._peers.count > 1:
-                encoded = CompressedSum(bucket.gradients_E, codec, self._peers, errors_E)
+            if bucket.codec is not None and self._peers.count > 1:
+                encoded = CompressedSum(bucket.gradients_E, bucket.codec, self._peers, errors_E)
         summed = bucket.flat if encoded is None else tail
         self._peers.traffic.count_halves("gradients", summed.nbytes, self._peers.count, halves=2)
         work = dist.all_reduce(summed, group=group, async_op=True)

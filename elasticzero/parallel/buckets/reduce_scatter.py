@@ -87,9 +87,9 @@ class ScatteredBucket(GradientBucket):
     """The sum over ranks of this rank's chunk; a part of `flat_E` where the bucket is kept."""
 
     residual: BucketResidual | None = None
-    """What was not sent of gradients that are encoded; None: they are sent as they are."""
+    """Holds what was not sent of encoded gradients; None: they are sent as they are."""
     errors_E: Tensor
-    """What becomes of it, once an exchange has begun."""
+    """Takes what the messages of the exchange under way leave out."""
 
     def __init__(
         self, bucket: FlatBucket, pool: BufferPool, codec: Codec | None, *, keeps: bool
