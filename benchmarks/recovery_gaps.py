@@ -7,6 +7,7 @@ itself, the second before it and the second after it.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +31,18 @@ class Smoothness:
     """Largest time between two steps near the change."""
     usual_s: float
     """Median step of the generation in which that gap ended."""
-    slowed_s: float
-    """Sum of what the steps near the change took beyond the usual step of their generation."""
+    slowed_parts_s: tuple[float, float, float]
+    """Sums of what the steps of the second before the pause, the pause, and the steps of the second
+    after it took beyond the usual step of their generation."""
+
+    anyway_s: float
+    """What as many steps of these generations take beyond the usual ones where no change is near:
+    by how much their mean is above their median."""
+
+    @property
+    def slowed_s(self) -> float:
+        """Returns by how much all of them were slower together."""
+        return sum(self.slowed_parts_s)
 
     @property
     def above_s(self) -> float:
@@ -58,12 +69,24 @@ def smoothness(times: StepTimes, before: int) -> Smoothness:
     begin_s, end_s = max(times[before].values()), min(times[after].values())
     intervals = _intervals(times, before, after)
     near = [i for i in intervals if begin_s - NEAR_S < i.end_s <= end_s + NEAR_S]
-    usual_s = {g: _usual_s(g, intervals, near) for g in (before, after)}
+    apart = {g: _apart_s(g, intervals, near) for g in (before, after)}
+    usual_s = {g: statistics.median(seconds) for g, seconds in apart.items()}
+    skew_s = {g: statistics.mean(seconds) - usual_s[g] for g, seconds in apart.items()}
     longest = max(near, key=lambda interval: interval.seconds)
+
+    def slowed_s(first_s: float, last_s: float) -> float:
+        part = [i for i in near if first_s < i.end_s <= last_s]
+        return sum(i.seconds - usual_s[i.generation] for i in part)
+
     return Smoothness(
         largest_gap_s=longest.seconds,
         usual_s=usual_s[longest.generation],
-        slowed_s=sum(i.seconds - usual_s[i.generation] for i in near),
+        slowed_parts_s=(
+            slowed_s(-math.inf, begin_s),
+            slowed_s(begin_s, end_s),
+            slowed_s(end_s, math.inf),
+        ),
+        anyway_s=sum(skew_s[i.generation] for i in near),
     )
 
 
@@ -73,8 +96,8 @@ def _intervals(times: StepTimes, *generations: int) -> list[_Interval]:
     return [_Interval(g, at_s, at_s - former_s) for (former_s, _), (at_s, g) in pairwise(ends)]
 
 
-def _usual_s(generation: int, intervals: list[_Interval], near: list[_Interval]) -> float:
-    """Returns the median step of a generation.
+def _apart_s(generation: int, intervals: list[_Interval], near: list[_Interval]) -> list[float]:
+    """Returns what the steps of a generation took that show its usual one.
 
     Args:
         generation: Number of the generation.
@@ -83,4 +106,4 @@ def _usual_s(generation: int, intervals: list[_Interval], near: list[_Interval])
     """
     all_s = [i.seconds for i in intervals if i.generation == generation]
     apart_s = [i.seconds for i in intervals if i.generation == generation and i not in near]
-    return statistics.median(apart_s if len(apart_s) >= FEWEST else all_s)
+    return apart_s if len(apart_s) >= FEWEST else all_s

@@ -31,7 +31,8 @@ def test_a_pause_is_the_largest_gap_and_the_slow_down() -> None:
     result = smoothness({1: {}, 2: before, 3: after}, 2)
     assert result.largest_gap_s == pytest.approx(0.2)
     assert result.usual_s == pytest.approx(0.02)
-    assert result.above_s == result.slowed_s == pytest.approx(0.18)
+    assert result.above_s == pytest.approx(0.18)
+    assert result.slowed_parts_s == pytest.approx((0.0, 0.18, 0.0))
 
 
 def test_slow_steps_count_within_a_second_of_the_pause_alone() -> None:
@@ -43,6 +44,7 @@ def test_slow_steps_count_within_a_second_of_the_pause_alone() -> None:
     result = smoothness({4: before, 5: after}, 4)
     assert result.largest_gap_s == pytest.approx(0.05)
     assert result.slowed_s == pytest.approx(0.03 + 0.02)
+    assert result.slowed_parts_s == pytest.approx((0.03, 0.0, 0.02))
 
 
 def test_times_of_any_origin_and_order_give_the_same_figures() -> None:
@@ -71,3 +73,13 @@ def test_a_short_generation_takes_its_usual_step_from_all_of_its_steps() -> None
     result = smoothness({1: before, 2: after}, 1)
     assert result.usual_s == pytest.approx(0.025)
     assert result.slowed_s == pytest.approx(0.275)
+
+
+def test_steps_that_are_slow_at_times_slow_any_second_down() -> None:
+    from recovery_gaps import smoothness
+
+    uneven = [0.02, 0.02, 0.02, 0.06] * 75
+    before = steps(1, 0.0, *uneven)
+    result = smoothness({1: before, 2: steps(301, max(before.values()), *uneven)}, 1)
+    assert result.slowed_s == pytest.approx(result.anyway_s, abs=0.05)
+    assert result.anyway_s == pytest.approx(2.0 / 0.03 * 0.01, rel=0.1)
