@@ -203,7 +203,7 @@ class Client:
             min_nodes=options.nodes,
             max_nodes=options.nodes,
             lease_ttl_s=options.ttl_s,
-            changes_inside=False,
+            changes_inside="off",
         )
         self._after = replace(self.policy, min_nodes=options.least)
         self._crowd = crowd

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elasticzero.nested import flatten, unflatten
+from elasticzero.rank_groups.group import message_device
 
 
 def broadcast_value(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:
@@ -33,7 +34,7 @@ def broadcast_value(value: Any, group: dist.ProcessGroup, source: int = 0) -> An
     Raises:
         UserError: The value of this rank, the source, holds something else.
     """
-    device = _device(group)
+    device = message_device(group)
     if dist.get_rank(group) == source:
         head, tensors = _packed(value)
         sizes = torch.tensor([len(head), sum(tensor.numel() for tensor in tensors)])
@@ -48,12 +49,6 @@ def broadcast_value(value: Any, group: dist.ProcessGroup, source: int = 0) -> An
     dist.broadcast(data, group=group, group_src=source)
     data = data.cpu()
     return _unpacked(bytes(data[:size_of_head].numpy()), data[size_of_head:], device)
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _packed(value: Any) -> tuple[bytes, list[Tensor]]:

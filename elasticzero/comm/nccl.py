@@ -1,4 +1,4 @@
-"""Sets up NCCL, reads its errors and aborts its collectives.
+"""Finds a worker's GPU, sets up NCCL, reads its errors and aborts its collectives.
 
 The GPU runs a collective while the script goes on. A collective whose peer has died never ends. An
 aborted one ends as if it had succeeded, with arbitrary values, also on the ranks beside the one
@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from elasticzero.errors import OperatorError
 from elasticzero.torch_internals.groups import nccl_backends
 
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_DIST_USE_NCCL2": "0"}
@@ -30,6 +33,37 @@ _DEFAULTS = {
 }
 """Settings that a user may override. When a peer dies torch writes records of collectives, for
 which a group's end waits 15 s, and after 8 minutes it ends the process."""
+
+
+def device_of(local_rank: int) -> torch.device:
+    """Returns the GPU of a worker's own if there are any, else the CPU.
+
+    Raises `OperatorError` if there are too few, unless NCCL is told that ranks may share one.
+
+    Args:
+        local_rank: Index of the worker on its node.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise OperatorError(
+            f"worker {local_rank} of this node has no GPU of its own: the node has {count}. "
+            f"Give --nproc-per-node {count} or less, or set CUDA_VISIBLE_DEVICES= to train on the "
+            "CPU"
+        )
+    return torch.device("cuda", local_rank % count)
+
+
+def set_up(device: torch.device) -> None:
+    """Has this thread use a GPU, and disables torch's watchdog; call it before a group of NCCL is
+    made in this thread.
+
+    Args:
+        device: The GPU.
+    """
+    torch.cuda.set_device(device)
+    disable_torch_watchdog()
 
 
 def disable_torch_watchdog() -> None:
@@ -50,6 +84,42 @@ def failed(groups: Iterable[dist.ProcessGroup]) -> bool:
             if backend.get_error().name != "SUCCESS":
                 return True
     return False
+
+
+POLL_S = 0.002
+"""Pause in seconds between two looks at whether the GPU has come to an event."""
+
+
+def connect_beside(group: dist.ProcessGroup, device: torch.device, limit_s: float) -> None:
+    """Connects the ranks of a group, and makes one collective, beside what the GPU and other
+    threads do; all ranks call this together, once each has heard of all others.
+
+    Communicators come first, and no kernel waits for a rank that still makes its own: that may need
+    the whole GPU to be idle. The collective has a stream of its own, for which no other one waits.
+
+    Args:
+        group: A group of NCCL's that has made no collective, and that torch has no record of.
+        device: This rank's GPU.
+        limit_s: Seconds within which the collective must end.
+
+    Raises:
+        DistBackendError: A rank is lost, or late; the group is aborted then.
+    """
+    (backend,) = nccl_backends([group])
+    try:
+        backend.eager_connect_single_device(device)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            group.allreduce([torch.zeros(1, device=device)]).wait()
+            done = stream.record_event()
+        deadline_s = time.monotonic() + limit_s
+        while not done.query():
+            if time.monotonic() >= deadline_s:
+                raise dist.DistBackendError(f"nccl: a rank made no collective within {limit_s:g} s")
+            time.sleep(POLL_S)
+    except BaseException:
+        abort([group])
+        raise
 
 
 def abort(groups: Iterable[dist.ProcessGroup]) -> None:

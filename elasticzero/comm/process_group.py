@@ -14,7 +14,6 @@ results count only after `ProcessGroups.verify_collectives`.
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
@@ -31,13 +30,13 @@ from elasticzero.comm.gloo import destroy_process_group
 from elasticzero.comm.rendezvous import ClosableStore, RankInfo
 from elasticzero.comm.store.addressed import AddressedStore
 from elasticzero.data.hashing import mix64
-from elasticzero.errors import OperatorError
 from elasticzero.rank_groups.connections import Connections, new_connections, shut_connections
 from elasticzero.rank_groups.group import RankGroup
 from elasticzero.torch_internals.groups import (
     OWN_GROUP,
     PrefixStore,
     collectives_begun,
+    forget_group,
     replace_default_group,
     script_groups,
 )
@@ -103,6 +102,8 @@ class ProcessGroups:
         """The groups that have not ended, in the order in which they were made."""
         self._device = device
         self._on_gpu = device.type == "cuda"
+        self._has_met = world.is_connected
+        """True once the ranks were connected."""
         self._shut = threading.Event()
         self._shut_lock = threading.Lock()
         self._aborting: threading.Thread | None = None
@@ -214,7 +215,7 @@ class ProcessGroups:
         All ranks call this together. Results of NCCL's collectives may be used for good only after
         it. Gloo's collectives raise by themselves.
         """
-        if not self._on_gpu or self.rank_info.world_size == 1:
+        if not self._on_gpu or not self._has_met or self.rank_info.world_size == 1:
             return
         self.awaits_gpu = True
         try:
@@ -426,7 +427,7 @@ class ProcessGroups:
                 setattr(following, name, getattr(self, name))
                 setattr(self, name, theirs)
         for ended in following._open.values():  # torch names new groups by the number of others
-            _unregistered(ended.process_group)
+            self._forget(ended.process_group)
 
     def connect_as(self, connected: ProcessGroups) -> None:
         """Takes over the groups of the world that this rank has prepared for without being
@@ -444,6 +445,7 @@ class ProcessGroups:
             self.world.adopt(connected.world)
             self.control_tree, self._store = connected.control_tree, connected._store
             self._open, connected._open = {self.world.name: self.world}, {}
+            self._has_met = True
 
     def _become_default(self, following: ProcessGroups) -> None:
         """Makes the group of all ranks of another world torch's default group; the caller has both
@@ -452,19 +454,31 @@ class ProcessGroups:
         if self._shut.is_set() or following._shut.is_set():
             raise dist.DistBackendError(CLOSED)
         group, name = following.world.process_group, f"{OWN_GROUP}/{info.token}"
-        replace_default_group(group, name, PrefixStore(info.token, store))
+        backend = "nccl" if self._on_gpu else "gloo"
+        replace_default_group(group, name, PrefixStore(info.token, store), backend)
 
     def retire(self) -> threading.Thread:
         """Ends these groups in a thread, which this returns; torch has forgotten them at once."""
-        last = self._take(*reversed(self._open))
+        with self._shut_lock:
+            last = [self._open.pop(name).take() for name in reversed(tuple(self._open))]
+        for group in last:
+            self._forget(group)
 
         def end() -> None:
             self.release()
+            nccl.abort(last)
             last.clear()
 
         thread = threading.Thread(target=end, name="elasticzero-retire", daemon=True)
         thread.start()
         return thread
+
+    def _forget(self, process_group: dist.ProcessGroup) -> None:
+        """Has torch forget a group; NCCL's communicator is ended where nothing waits for that."""
+        if self._on_gpu:
+            forget_group(process_group)
+        else:
+            _unregistered(process_group)
 
     def release(self) -> None:
         """Ends all work on the groups: when this returns, none runs any more."""
@@ -518,23 +532,6 @@ def _unregistered(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     return process_group
 
 
-def device_of(info: RankInfo) -> torch.device:
-    """Returns this worker's own GPU if there are any, else the CPU.
-
-    Raises `OperatorError` if there are too few, unless NCCL is told that ranks may share one.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if info.local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        raise OperatorError(
-            f"worker {info.local_rank} of this node has no GPU of its own: the node has {count}. "
-            f"Give --nproc-per-node {count} or less, or set CUDA_VISIBLE_DEVICES= to train on the "
-            "CPU"
-        )
-    return torch.device("cuda", info.local_rank % count)
-
-
 def connect(info: RankInfo, device: torch.device, store: ClosableStore) -> ProcessGroups:
     """Sets up the groups of the ranks at this rendezvous.
 
@@ -559,8 +556,7 @@ def connect(info: RankInfo, device: torch.device, store: ClosableStore) -> Proce
 def _connect(info: RankInfo, device: torch.device, store: ClosableStore) -> ProcessGroups:
     addressed = AddressedStore(store)
     if device.type == "cuda":
-        nccl.disable_torch_watchdog()
-        torch.cuda.set_device(device)
+        nccl.set_up(device)
     with _recording(info, device, addressed) as connections:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -163,6 +163,8 @@ class Assignment(TrainingSettings):
     which expects to be shown it."""
     changes_inside: bool = field(default=False, metadata=OMIT_DEFAULT)
     """True if a planned change may be made inside the loops of this generation."""
+    changes_with_nccl: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True if that holds where ranks use NCCL too."""
 
     @property
     def one_release(self) -> bool:

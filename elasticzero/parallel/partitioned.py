@@ -30,7 +30,14 @@ from elasticzero.parallel.gradients import GradientHook
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.optimizers.divided_step import DividedStep
 from elasticzero.parallel.optimizers.groups import Optimizers
-from elasticzero.parallel.optimizers.moves import Division, PieceState, bring, plan
+from elasticzero.parallel.optimizers.moves import (
+    CPU,
+    Division,
+    PieceState,
+    bring,
+    device_with_room,
+    plan,
+)
 from elasticzero.parallel.optimizers.piece_entries import (
     KeptEntry,
     kept_entries,
@@ -52,6 +59,7 @@ from elasticzero.parallel.optimizers.state import (
     name_is_stepped,
 )
 from elasticzero.rank_groups import same_number
+from elasticzero.rank_groups.group import message_device
 from elasticzero.spans import Span
 from elasticzero.state.model import OPTIMIZER, LoadTarget, LocalTensor, Partition, RankState, Spec
 
@@ -474,14 +482,29 @@ class PartitionedOptimizer:
             ranks: As for `moves.plan`.
         """
         rank = self._mesh.rank
-        room = self.room(following.spans(ranks.index(rank)) if rank in ranks else {})
-        moves = plan(rank, present, following, ranks)
-        bring(moves, rank, self.piece_state, room, self._mesh.world_group.process_group)
+        spans = following.spans(ranks.index(rank)) if rank in ranks else {}
+        group = self._mesh.world_group.process_group
+        room = self.room(spans, device_with_room(self._nbytes(spans), message_device(group)))
+        bring(plan(rank, present, following, ranks), rank, self.piece_state, room, group)
         return room
 
-    def room(self, spans: Mapping[str, Span]) -> dict[str, PieceState]:
-        """Returns room for the state of pieces, by parameter."""
-        return {n: PieceState.empty(s, self._stored_entries(n)) for n, s in spans.items()}
+    def room(self, spans: Mapping[str, Span], device: torch.device = CPU) -> dict[str, PieceState]:
+        """Returns room for the state of pieces, by parameter.
+
+        Args:
+            spans: The elements of each piece.
+            device: Where there is room for what is stored of each element.
+        """
+        return {n: PieceState.empty(s, self._stored_entries(n), device) for n, s in spans.items()}
+
+    def _nbytes(self, spans: Mapping[str, Span]) -> int:
+        """Returns the size in bytes of what is stored of each element of pieces."""
+        return sum(
+            len(span) * entry.spec.dtype.itemsize
+            for name, span in spans.items()
+            for entry in self._stored_entries(name).values()
+            if entry.elementwise
+        )
 
     def _stored_entries(self, name: str) -> dict[str, KeptEntry]:
         """Returns what is stored of a parameter besides its values, by key."""

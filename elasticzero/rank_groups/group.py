@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from elasticzero.rank_groups.connections import Connections
@@ -59,6 +60,13 @@ class RankGroup:
         """Returns the process group, and refers to it no more."""
         process_group, self._process_group = self.process_group, None
         return process_group
+
+
+def message_device(process_group: dist.ProcessGroup) -> torch.device:
+    """Returns the device of the tensors that the collectives of a group take."""
+    if dist.get_backend(process_group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 ALONE = RankGroup("a process alone", (0,), None)

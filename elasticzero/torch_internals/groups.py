@@ -8,9 +8,9 @@ Check after an upgrade of torch:
  - `_world.pg_map` has every process group of this process as a key, the default one too;
  - `_world.group_count` grows with every group that is made, and torch names groups by it, or by the
    ranks and it (from torch 2.15 on), or by the ranks and the number of other groups;
- - a `ProcessGroup` with a backend of gloo needs no entry in `_world` for its own methods, and may
-   become the default group by entries in the tables of `_world` that `replace_default_group` fills,
-   after which `destroy_process_group` ends the one before alone;
+ - a `ProcessGroup` with a backend of gloo or NCCL needs no entry in `_world` for its own methods,
+   and may become the default group by entries in the tables of `_world`, which
+   `replace_default_group` fills; `destroy_process_group` ends the one before alone then;
  - a `FakeProcessGroup` connects to nobody, and raises an error where a collective is called if
    its options say so;
  - `_get_sequence_number_for_group` grows with every collective that begins, under NCCL;
@@ -93,26 +93,45 @@ def group_of_one() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def group_beside(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Returns a group over gloo that torch has no record of, beside those that it has; any thread
-    may make it.
+def group_beside(
+    store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device
+) -> dist.ProcessGroup:
+    """Returns a group that torch has no record of, beside those that it has; any thread may make
+    it, for a GPU one whose own GPU is this.
 
     Its own methods are its collectives. The functions of `torch.distributed` take it once
-    `replace_default_group` was called.
+    `replace_default_group` was called. NCCL waits here until all ranks have come, and gloo does
+    likewise.
 
     Args:
         store: The store at which its ranks meet.
         rank: This process's rank.
         world_size: Number of ranks.
         timeout: Time limit of its collectives.
+        device: The device of the tensors that its collectives take; a GPU means NCCL.
     """
-    backend_type = dist.ProcessGroup.BackendType.GLOO
-    backend = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, world_size, timeout)
+    own_store = PrefixStore(device.type, store)
     group = dist.ProcessGroup(store, rank, world_size)
+    if device.type == "cuda":
+        backend_type, backend = _nccl(own_store, rank, world_size, timeout)
+    else:
+        backend_type = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(own_store, rank, world_size, timeout)
     group._set_default_backend(backend_type)
-    group._register_backend(torch.device("cpu"), backend_type, backend)
+    group._register_backend(device, backend_type, backend)
     group._set_group_desc(OWN_GROUP)
     return group
+
+
+def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> tuple[Any, Any]:
+    """Returns the type of NCCL's backend, and one that is not connected yet."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = list(range(world_size))
+    backend = nccl(store, rank, world_size, options)
+    backend._set_sequence_number_for_group()
+    return dist.ProcessGroup.BackendType.NCCL, backend
 
 
 @contextmanager
@@ -133,6 +152,8 @@ def stand_in_group(rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
     group = dist.ProcessGroup(store, rank, world_size)
     group._set_default_backend(backend_type)
     group._register_backend(torch.device("cpu"), backend_type, backend)
+    if torch.cuda.is_available():
+        group._register_backend(torch.device("cuda"), backend_type, backend)
     replace_default_group(group, f"{OWN_GROUP}/none", store)
     try:
         yield group
@@ -140,7 +161,9 @@ def stand_in_group(rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
-def replace_default_group(group: dist.ProcessGroup, name: str, store: Store) -> None:
+def replace_default_group(
+    group: dist.ProcessGroup, name: str, store: Store, backend: str = "gloo"
+) -> None:
     """Makes a group of `group_beside` torch's default group; the one before stays one of this
     package's, until it is destroyed.
 
@@ -151,16 +174,17 @@ def replace_default_group(group: dist.ProcessGroup, name: str, store: Store) -> 
         group: The new default group, of all ranks.
         name: A name that no other group of this process has.
         store: The store at which its ranks have met.
+        backend: The name of its backend.
     """
     c10d: Any = dist.distributed_c10d
     world, before = c10d._world, dist.group.WORLD
     tag = f"ptd:{name}"
     named: Any = group
     named._set_group_name(name)
-    world.pg_map[group] = "gloo", store
+    world.pg_map[group] = backend, store
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
-    world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend("gloo")))
+    world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(backend)))
     world.pg_to_tag[group] = tag
     for label in ("", tag):
         world.tags_to_pg.setdefault(label, []).append(group)
@@ -169,6 +193,22 @@ def replace_default_group(group: dist.ProcessGroup, name: str, store: Store) -> 
     if before is not None:
         before._set_group_desc(OWN_GROUP)
     c10d._update_default_pg(group)
+
+
+def forget_group(group: dist.ProcessGroup) -> None:
+    """Removes a group that is not the default one from torch's tables, if torch has it; unlike
+    `destroy_process_group` it waits for no rank, and ends no connection."""
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world
+    if group not in world.pg_map:
+        return
+    c10d._unregister_process_group(world.pg_names[group])
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+        del table[group]
+    world.pg_to_tag.pop(group, None)
+    for tagged in world.tags_to_pg.values():
+        if group in tagged:
+            tagged.remove(group)
 
 
 def replace_init(function: Callable[..., None]) -> Callable[[], object]:

@@ -106,9 +106,10 @@ class Generation:
     def _begin_alone(self) -> None:
         """Begins without a connection to the ranks that enter the generation inside of their
         loops."""
+        self.groups = groups = begin_unconnected(self.link)
+        self.device = groups.device
         if why := self._obstacle_of_process():
             raise EntryRefused(why)
-        self.groups = groups = begin_unconnected(self.link)
         self.link.on_abort(lambda: self._abort(groups))
         self.saving = self.link.assignment.checkpoint_dir is not None
         self._newcomer = Newcomer(self.link, groups, self._check_introduction)
@@ -117,7 +118,7 @@ class Generation:
 
     def _begin_changes(self) -> None:
         if self.link.assignment.changes_inside and self.link.assignment.one_release:
-            self._next = NextWorld(self.link, self._obstacle_of_process())
+            self._next = NextWorld(self.link, self.device, self._obstacle_of_process())
             self.link.on_change(self._next.receive)
 
     def _obstacle_of_joins(self) -> str:
@@ -139,8 +140,8 @@ class Generation:
     def _obstacle_of_process(self) -> str:
         """Returns why this process can enter no world in a loop, whatever it trains; empty: it
         can."""
-        if self.device.type != "cpu":
-            return "its groups are of NCCL, which cannot be connected beside the training yet"
+        if self.device.type == "cuda" and not self.link.assignment.changes_with_nccl:
+            return "its ranks use NCCL, and --changes-inside is not on"
         return f"{self._framework} trains" if self._framework else ""
 
     def place(

@@ -19,7 +19,9 @@ import torch
 
 from elasticzero.checkpoint.storage.base import Storage, within
 from elasticzero.checkpoint.storage.urls import open_directory, open_storage
-from elasticzero.comm.process_group import ProcessGroups, connect, device_of
+from elasticzero.comm import nccl
+from elasticzero.comm.nccl import device_of
+from elasticzero.comm.process_group import ProcessGroups, connect
 from elasticzero.comm.rendezvous import RankInfo, rendezvous
 from elasticzero.comm.worlds.unconnected import unconnected
 from elasticzero.errors import EntryRefused, ExitCode, StorageError, UserError
@@ -54,11 +56,11 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
     info = RankInfo.from_assignment(a)
     _set_up_process(link)
     if link.standalone:
-        return device_of(info), None
+        return device_of(info.local_rank), None
     watchdog = StartupWatchdog(link)
     watchdog.allow(info.start_timeout_s, "looking for this rank's device")
     try:
-        device = device_of(info)
+        device = device_of(info.local_rank)
         with link.busy("meeting the other ranks"):
             store = rendezvous(info, watchdog.allow)
         if device.type != "cuda" or a.local_rank:
@@ -71,13 +73,17 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
 def begin_unconnected(link: AgentClient) -> ProcessGroups:
     """Returns the groups of a worker that is to enter a world inside of the others' loops.
 
-    Raises `EntryRefused` where their connections are not of gloo.
+    Raises `EntryRefused` where no rank enters a world so.
     """
     _set_up_process(link)
-    info = RankInfo.from_assignment(link.assignment)
-    if device_of(info).type != "cpu":
-        raise EntryRefused("ranks on GPUs enter a world by a stop of all")
-    return unconnected(info)
+    a = link.assignment
+    info = RankInfo.from_assignment(a)
+    device = device_of(info.local_rank)
+    if device.type == "cuda":
+        if not a.changes_with_nccl:
+            raise EntryRefused("ranks on GPUs enter a world by a stop of all")
+        nccl.set_up(device)
+    return unconnected(info, device)
 
 
 def _set_up_process(link: AgentClient) -> None:

@@ -83,6 +83,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             mirrored_by=keepers.get(first + local_rank),
             run=max(world.run, FIRST_RUN),
             changes_inside=possible(world, options.policy),
+            changes_with_nccl=options.policy.changes_inside == "on",
             **field_values(options.training),
         )
         for local_rank in range(member.nproc)

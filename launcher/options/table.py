@@ -290,10 +290,10 @@ RUN_OPTIONS = (
         ),
         Option(
             ("--changes-inside",),
-            "A node leaves without a stop of the others' loops where that is possible.",
-            True,
-            is_switch=True,
-            has_off=True,
+            "Nodes come and go without a stop of the others' loops: auto, where ranks use gloo; "
+            "on, also where they use NCCL, which was not tried yet; off, never.",
+            "auto",
+            choices=("auto", "on", "off"),
             field="policy.changes_inside",
         ),
         Option(

@@ -6,6 +6,7 @@ Pure values.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from elasticzero.launcher.protocol.documents import (
     Control,
@@ -51,8 +52,9 @@ class JobPolicy:
     from the last steps, and is `SUSPENDED_S` for a suspended one."""
     handover_s: float = 60.0
     """Maximum seconds for which a leaving node serves its snapshots."""
-    changes_inside: bool = True
-    """True: a planned change may happen inside the loops of the workers. False: it stops them."""
+    changes_inside: Literal["auto", "on", "off"] = "auto"
+    """auto: a planned change may happen inside the loops of workers that use gloo; on: also of
+    those that use NCCL; off: it stops all loops."""
 
 
 def with_operator_overrides(policy: JobPolicy, control: Control) -> JobPolicy:

@@ -37,7 +37,10 @@ WHOLE = (
     "tests/gpu",
     *(
         f"{INTEGRATION}{name}.py"
-        for name in ("strategies", "worker_process", "elastic_training", "worker_reuse", "wire")
+        for name in (
+            *("strategies", "worker_process", "elastic_training", "worker_reuse", "wire"),
+            *("changes_inside", "joins_inside"),
+        )
     ),
     f"{INTEGRATION}memory_tier.py",
     f"{INTEGRATION}one_process.py",
@@ -125,6 +128,7 @@ def environment(on_gpu: bool) -> dict[str, str]:
     machine is loaded."""
     variables = {key: value for key, value in os.environ.items() if key not in FOREIGN}
     variables |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": wheels.search_path(HERE)}
+    variables |= {"ELASTICZERO_CHANGES_INSIDE": "on"}
     variables |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     return variables if on_gpu else variables | {"CUDA_VISIBLE_DEVICES": ""}
 

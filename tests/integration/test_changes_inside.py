@@ -91,7 +91,7 @@ def begin(pool: Pool, told: dict[str, Any], folder: Path, world: int, **options:
     folder.mkdir(exist_ok=True)
     arguments = {**told, "out": str(folder / "out.json"), "log": str(folder)}
     options = {"generation": 1, "deterministic": bool(told.get("virtual")), **options}
-    options = {"changes_inside": True, **options}
+    options = {"changes_inside": True, "changes_with_nccl": True, **options}
     return pool.start(SCRIPT, [json.dumps(arguments)], world, **options)
 
 

@@ -164,7 +164,7 @@ def test_a_node_that_has_it_switched_off_leaves_by_a_stop(
     tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    arguments = job_arguments(checkpoints, "--strategy", "ddp", "--no-changes-inside")
+    arguments = job_arguments(checkpoints, "--strategy", "ddp", "--changes-inside", "off")
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         told.wait_for_step(5)
         leaver = told.node(1)

@@ -95,8 +95,8 @@ def train(tmp_path: Path, job: str, etcd: EtcdServer) -> Train:
         slow("ddp", ("--wire", "bf16")),
         slow("zero2", ("--wire", "topk:0.05")),
         slow("zero1", ("--wire", "int8", "--shard", "node", "--nproc-per-node", "2")),
-        ("ddp", ("--wire", "int8", "--no-changes-inside")),
-        slow("zero1", ("--wire", "int8", "--no-changes-inside")),
+        ("ddp", ("--wire", "int8", "--changes-inside", "off")),
+        slow("zero1", ("--wire", "int8", "--changes-inside", "off")),
     ],
 )
 def test_nodes_that_leave_and_come_lose_nothing(

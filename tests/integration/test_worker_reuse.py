@@ -76,7 +76,7 @@ def test_what_a_killed_worker_leaves_behind_goes_on(
 @pytest.mark.timeout(120)
 def test_a_process_in_doubt_is_forked_anew(tmp_path: Path, job: str, etcd: EtcdServer) -> None:
     """And what the script has started ends with it."""
-    options = ["--nnodes", "1:2", "--no-changes-inside", *KEEP]
+    options = ["--nnodes", "1:2", "--changes-inside", "off", *KEEP]
     arguments = [*options, str(SCRIPTS / "leaves_behind.py"), "child"]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=2) as told:
         told.wait_for_step(3)

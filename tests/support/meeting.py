@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from elasticzero.comm.process_group import ProcessGroups, connect, device_of
+from elasticzero.comm.nccl import device_of
+from elasticzero.comm.process_group import ProcessGroups, connect
 from elasticzero.comm.rendezvous import RankInfo, rendezvous
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.rank_groups.group import RankGroup
@@ -19,7 +20,14 @@ LATE_S = 60.0
 
 
 def joined(rank: int, world_size: int, port_file: Path, *, on_gpu: bool = False) -> ProcessGroups:
-    """The groups of the ranks that were given this file, which rank 0 writes its port to.
+    """The groups of the ranks that were given this file, which rank 0 writes its port to."""
+    place = place_of(rank, world_size, port_file)
+    device = device_of(place.local_rank) if on_gpu else torch.device("cpu")
+    return connect(place, device, rendezvous(place))
+
+
+def place_of(rank: int, world_size: int, port_file: Path) -> RankInfo:
+    """Where a rank meets the others that were given this file.
 
     Rank 0 binds before it says where: a port chosen ahead is free to others until then.
     """
@@ -34,10 +42,9 @@ def joined(rank: int, world_size: int, port_file: Path, *, on_gpu: bool = False)
         os.replace(partial, port_file)
     else:
         port = _port_in(port_file)
-    place = RankInfo(
+    return RankInfo(
         rank=rank, world_size=world_size, master_port=port, store_fd=store_fd, token="meeting"
     )
-    return connect(place, device_of(place) if on_gpu else torch.device("cpu"), rendezvous(place))
 
 
 def mesh_of_world() -> Mesh:

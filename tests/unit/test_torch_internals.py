@@ -186,9 +186,31 @@ def test_a_subclass_of_a_tensor_is_not_called_where_it_must_not() -> None:
     assert Counted.calls == before
 
 
+def tables() -> dict[str, Any]:
+    """What torch knows of groups."""
+    world: Any = dist.distributed_c10d._world
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+    tags = {tag: list(tagged) for tag, tagged in world.tags_to_pg.items()}
+    return {name: dict(getattr(world, name)) for name in names} | {"tags": tags}
+
+
+def test_a_forgotten_group_goes_on_and_leaves_nothing_in_tables(group: dist.ProcessGroup) -> None:
+    before, values = tables(), torch.ones(2)
+    made = dist.new_group([0], group_desc=groups.OWN_GROUP)
+    assert tables() != before
+    groups.forget_group(made)
+    groups.forget_group(made)
+    assert {tag: tagged for tag, tagged in tables()["tags"].items() if tagged} == before["tags"]
+    assert {**tables(), "tags": None} == {**before, "tags": None}
+    with pytest.raises(ValueError):
+        gloo.destroy_process_group(made)
+    made.allreduce([values]).wait()
+    assert dist.group.WORLD is group
+
+
 def test_a_group_beside_others_becomes_the_default_group(group: dist.ProcessGroup) -> None:
     store = dist.HashStore()
-    beside = groups.group_beside(store, 0, 1, timedelta(seconds=30))
+    beside = groups.group_beside(store, 0, 1, timedelta(seconds=30), torch.device("cpu"))
     values = torch.ones(2)
     beside.allreduce([values]).wait()
     assert dist.group.WORLD is group and groups.script_groups() == []

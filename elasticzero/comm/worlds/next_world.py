@@ -30,6 +30,7 @@ from enum import Enum, auto
 
 import torch
 
+from elasticzero.comm import nccl
 from elasticzero.comm.control_tree import join
 from elasticzero.comm.process_group import DESTROY_TIMEOUT_S, WORLD, ProcessGroups
 from elasticzero.comm.rendezvous import ClosableStore, RankInfo, rendezvous
@@ -142,14 +143,15 @@ class NextWorld:
     all else.
     """
 
-    def __init__(self, link: AgentClient, obstacle: str = "") -> None:
+    def __init__(self, link: AgentClient, device: torch.device, obstacle: str = "") -> None:
         """Begins without one, before the script has restored its state.
 
         Args:
             link: The client of the agent.
+            device: The device of the tensors that collectives take.
             obstacle: Why no world can be entered inside of a loop; empty: nothing prevents it.
         """
-        self._link = link
+        self._link, self._device = link, device
         self._lock = threading.Lock()
         self._offer = Offer()
         self._count = 0
@@ -263,7 +265,7 @@ class NextWorld:
 
         try:
             with told:
-                groups = connect_beside(info, CONNECT_S, reached)
+                groups = connect_beside(info, self._device, CONNECT_S, reached)
         except Exception as error:  # noqa: BLE001 - the top of a thread: told to the agent
             reason = one_line(error)
 
@@ -377,15 +379,19 @@ class NextWorld:
 
 
 def connect_beside(
-    info: RankInfo, limit_s: float | None, reached: Callable[[ClosableStore], None]
+    info: RankInfo,
+    device: torch.device,
+    limit_s: float | None,
+    reached: Callable[[ClosableStore], None],
 ) -> ProcessGroups:
-    """Connects the ranks of the next world on the CPU, beside the groups that this process has; any
-    thread may call it.
+    """Connects the ranks of the next world, beside the groups that this process has; any thread may
+    call it.
 
     torch's default group stays what it is until `ProcessGroups.enter`.
 
     Args:
         info: This rank's place in the next world.
+        device: The device of the tensors that collectives take.
         limit_s: Seconds within which all ranks must come, and again for a step that needs no other
             rank's decision; None: those of `info`. A rank that stops in between may keep this
             waiting for longer.
@@ -399,21 +405,27 @@ def connect_beside(
         limit_s = min(limit_s, info.connect_timeout_s)
         hurried = replace(info, connect_timeout_s=limit_s, start_timeout_s=limit_s)
     store = rendezvous(hurried, reached=reached)
-    try:
-        addressed = AddressedStore(store)
+    with ExitStack() as undo:
+        undo.callback(store.close)
+        tree = join(hurried, store)
+        undo.callback(tree.close)
+        addressed, patience_s = AddressedStore(store), hurried.connect_timeout_s
+        if device.type == "cuda":
+            nccl.set_up(device)
         with addressed.recording() as connections:
             group = group_beside(
                 PrefixStore(info.token, addressed),
                 info.rank,
                 info.world_size,
                 timedelta(seconds=info.collective_timeout_s),
+                device,
             )
-            group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=hurried.connect_timeout_s))
-        tree = join(hurried, store)
-    except BaseException:
-        store.close()
-        raise
+            if device.type == "cuda":
+                nccl.connect_beside(group, device, patience_s)
+            else:
+                group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=patience_s))
+        undo.pop_all()
     store.set_timeout(timedelta(seconds=info.connect_timeout_s))
     addressed.set_timeout(timedelta(seconds=info.connect_timeout_s))
     world = RankGroup(WORLD, range(info.world_size), group, connections)
-    return ProcessGroups(info, torch.device("cpu"), tree, world, addressed)
+    return ProcessGroups(info, device, tree, world, addressed)

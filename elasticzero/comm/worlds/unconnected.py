@@ -26,10 +26,15 @@ ALIKE = frozenset({Call.STEP, Call.PREPARE, Call.LOOP})
 """The calls that a rank may make before it has entered its loop."""
 
 
-def unconnected(info: RankInfo) -> ProcessGroups:
-    """Returns the groups of a rank that is not connected to the others, on the CPU."""
+def unconnected(info: RankInfo, device: torch.device) -> ProcessGroups:
+    """Returns the groups of a rank that is not connected to the others.
+
+    Args:
+        info: This rank's place in the world that it is to enter.
+        device: The device of the tensors that its collectives will take.
+    """
     world = RankGroup(WORLD, range(info.world_size), None)
-    return ProcessGroups(info, torch.device("cpu"), UnconnectedTree(), world)
+    return ProcessGroups(info, device, UnconnectedTree(), world)
 
 
 def refuse_meetings() -> Callable[[], object]:

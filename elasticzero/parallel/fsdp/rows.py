@@ -37,15 +37,19 @@ def division(specs: Mapping[str, Spec], ranks: int) -> Division:
     return Division({n: Place(0, spec.numel, bounds[spec.shape]) for n, spec in specs.items()})
 
 
-def room(specs: Mapping[str, Spec], ranks: int) -> dict[str, Tensor]:
+def room(specs: Mapping[str, Spec], ranks: int, held: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Returns memory for the rows that a rank has of parameters, by name, each flat.
 
     Args:
         specs: As for `division`.
         ranks: Number of ranks.
+        held: Returns the elements of a parameter that a rank has now, beside which they will lie.
     """
     sizes = {name: len(fsdp_rows(spec.shape, ranks, 0)) for name, spec in specs.items()}
-    return {name: torch.zeros(sizes[name], dtype=spec.dtype) for name, spec in specs.items()}
+    return {
+        name: torch.zeros(sizes[name], dtype=spec.dtype, device=held(name).device)
+        for name, spec in specs.items()
+    }
 
 
 def bring_rows(
@@ -61,7 +65,7 @@ def bring_rows(
         specs: As for `division`.
         held: Returns the elements that this rank has of a parameter.
         ranks: As for `moves.plan`.
-        group: The group of all ranks, on the CPU.
+        group: The group of all ranks.
     """
     rank = group.rank()
     present, following = division(specs, group.size()), division(specs, len(ranks))
@@ -74,7 +78,7 @@ def bring_rows(
     rows: dict[str, Tensor] = {}
     spans: dict[str, Span] = {}
     if rank in ranks:
-        rows, spans = room(specs, len(ranks)), following.spans(ranks.index(rank))
+        rows, spans = room(specs, len(ranks), held), following.spans(ranks.index(rank))
     bring(
         plan(rank, present, following, ranks),
         rank,

@@ -22,11 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elasticzero.parallel.optimizers.piece_entries import KeptEntry
+from elasticzero.rank_groups.group import message_device
 from elasticzero.spans import EMPTY, Span, intersect
 from elasticzero.step_clock import wait_for
 
 TAG = 0x657C
 """Keeps these messages apart from those of gradients, of parameters and of a script."""
+CPU = torch.device("cpu")
+COPIES = 3
+"""A part of the state lies in so many places at most while it is brought: what comes, its place,
+and what this rank sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +107,20 @@ class PieceState:
     entries: Mapping[str, KeptEntry]
 
     @classmethod
-    def empty(cls, span: Span, entries: Mapping[str, KeptEntry]) -> PieceState:
+    def empty(
+        cls, span: Span, entries: Mapping[str, KeptEntry], device: torch.device = CPU
+    ) -> PieceState:
         """Returns one with room for a piece.
 
         Args:
             span: The elements of the piece.
             entries: What is stored of the parameter.
+            device: Where there is room for what is stored of each element.
         """
         tensors = {
-            key: torch.empty(
-                len(span) if entry.elementwise else entry.spec.shape, dtype=entry.spec.dtype
-            )
+            key: torch.empty(len(span), dtype=entry.spec.dtype, device=device)
+            if entry.elementwise
+            else torch.empty(entry.spec.shape, dtype=entry.spec.dtype)
             for key, entry in entries.items()
         }
         return cls(start=span.start, tensors=tensors, entries=entries)
@@ -183,7 +191,7 @@ def bring(
         rank: This rank.
         held: Returns what this rank has of a parameter.
         room: Takes what this rank is to have, by parameter.
-        group: The group of all ranks, on the CPU.
+        group: The group of all ranks.
     """
     states: dict[str, PieceState] = {}
     sent: dict[int, list[Tensor]] = {}
@@ -198,22 +206,38 @@ def bring(
     for place, part in zip(received.pop(rank, ()), sent.pop(rank, ()), strict=True):
         place.copy_(part)
     # An optimizer that keeps nothing has nothing to send.
-    messages = {target: _message(parts) for target, parts in sent.items() if parts}
+    device = message_device(group)
+    messages = {t: _message(parts, device) for t, parts in sent.items() if parts}
     rooms = {
-        source: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+        source: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
         for source, parts in received.items()
         if parts
     }
-    works = [dist.irecv(space, source, group=group, tag=TAG) for source, space in rooms.items()]
-    works += [dist.isend(text, target, group=group, tag=TAG) for target, text in messages.items()]
-    wait_for(works)
+    exchanges = [dist.P2POp(dist.irecv, room, s, group, TAG) for s, room in rooms.items()]
+    exchanges += [dist.P2POp(dist.isend, text, t, group, TAG) for t, text in messages.items()]
+    wait_for(dist.batch_isend_irecv(exchanges) if exchanges else ())
     for source, space in rooms.items():
         _give_out(space, received[source])
 
 
-def _message(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the bytes of tensors, one after another."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+def _message(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the bytes of tensors, one after another, on a device."""
+    return torch.cat([part.to(device).contiguous().view(torch.uint8) for part in parts])
+
+
+def device_with_room(nbytes: int, device: torch.device) -> torch.device:
+    """Returns the device where so many bytes of state are brought to: this one, or the CPU where
+    a GPU has too little memory for them.
+
+    Args:
+        nbytes: Size of what a rank is to have.
+        device: The device of messages.
+    """
+    if device.type != "cuda":
+        return device
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return device if free + cached >= COPIES * nbytes else CPU
 
 
 def _give_out(message: Tensor, parts: Sequence[Tensor]) -> None:

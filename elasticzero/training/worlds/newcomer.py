@@ -71,7 +71,9 @@ class Newcomer:
 
         with self._link.busy("waiting for the others' boundary"):
             self._link.send(AwaitsBoundary())
-            self._connected = connect_beside(RankInfo.from_assignment(a), None, reached)
+            self._connected = connect_beside(
+                RankInfo.from_assignment(a), self._groups.device, None, reached
+            )
             text = entering.told(self._connected.store, token, entering.BOUNDARY, a.start_timeout_s)
         self._told_s = time.monotonic()
         self.boundary = boundary = entering.Boundary.decoded(text)

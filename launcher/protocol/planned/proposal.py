@@ -72,7 +72,7 @@ def possible(world: World, policy: JobPolicy) -> bool:
     All nodes must be of this release: `proofs` says so.
     """
     able = world.shard == "world" and world.redundancy == "snapshot"
-    return policy.changes_inside and world.proofs and able
+    return policy.changes_inside != "off" and world.proofs and able
 
 
 def is_open(view: View) -> bool:

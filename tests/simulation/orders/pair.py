@@ -46,7 +46,7 @@ POLICY = JobPolicy(
     lease_ttl_s=TTL_S,
     handover_s=4.0,
     hang_timeout_s=0.0,
-    changes_inside=False,
+    changes_inside="off",
 )
 """Leaves are by a stop here: what workers do inside their loops is no order of agents."""
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from elasticzero.comm import nccl
 from elasticzero.comm.control_tree import MaxTree
-from elasticzero.comm.process_group import ProcessGroups, device_of
+from elasticzero.comm.nccl import device_of
+from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.comm.rendezvous import RankInfo
 from elasticzero.errors import OperatorError
 from tests.support.fake_groups import fake_group
@@ -20,10 +21,6 @@ from tests.support.fake_groups import fake_group
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 NCCL2 = "TORCH_DIST_USE_NCCL2"
-
-
-def worker(local_rank: int) -> RankInfo:
-    return RankInfo(rank=local_rank, world_size=4, local_rank=local_rank)
 
 
 @pytest.fixture
@@ -35,13 +32,13 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_each_worker_has_a_gpu_of_its_own(two_gpus: pytest.MonkeyPatch) -> None:
-    assert [device_of(worker(rank)).index for rank in (0, 1)] == [0, 1]
+    assert [device_of(rank).index for rank in (0, 1)] == [0, 1]
     with pytest.raises(
         OperatorError, match=r"worker 2 of this node has no GPU .* --nproc-per-node 2"
     ):
-        device_of(worker(2))
+        device_of(2)
     two_gpus.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert device_of(worker(2)).index == 0
+    assert device_of(2).index == 0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +78,7 @@ def test_every_rank_countersigns_or_none_goes_on(
 
 def test_without_a_gpu_workers_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device_of(worker(3)).type == "cpu"
+    assert device_of(3).type == "cpu"
 
 
 def test_nobody_else_aborts_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,5 +23,5 @@ def test_each_rank_has_the_rows_that_fsdp2_gives_it(shape: tuple[int, ...], rank
     for rank in range(ranks):
         assert divided.span(rank, "weight") == fsdp_rows(shape, ranks, rank)
     first = torch.chunk(torch.empty(shape), ranks)[0]
-    assert room(specs, ranks)["weight"].shape == (first.numel(),)
+    assert room(specs, ranks, lambda name: first)["weight"].shape == (first.numel(),)
     assert sum(len(divided.span(rank, "weight")) for rank in range(ranks)) == math.prod(shape)

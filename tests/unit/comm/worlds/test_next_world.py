@@ -15,15 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticzero.comm.process_group import connect
+from elasticzero.comm.process_group import ProcessGroups, connect
 from elasticzero.comm.rendezvous import RankInfo, rendezvous
 from elasticzero.comm.worlds import next_world
 from elasticzero.comm.worlds.next_world import STAGES, Event, NextWorld, Stage
 from elasticzero.errors import RetryError
 from elasticzero.ipc.agent_client import STANDALONE
 from elasticzero.ipc.messages import Message, Prepare, PrepareFailed, Withdraw
+from elasticzero.torch_internals.groups import forget_group
 from tests.support.deadlines import patience
 from tests.support.groups import end_groups
+
+CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -57,12 +60,18 @@ class Agent:
         self._outcomes: dict[str, queue.SimpleQueue[bool]] = {}
         self.stores: dict[str, Store] = {}
         monkeypatch.setattr(next_world, "connect_beside", self._connect)
-        self.world = NextWorld(self)  # type: ignore[arg-type]
+        self.world = NextWorld(self, CPU)  # type: ignore[arg-type]
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
-    def _connect(self, info: RankInfo, limit_s: float, reached: Callable[[Any], None]) -> Groups:
+    def _connect(
+        self,
+        info: RankInfo,
+        device: torch.device,
+        limit_s: float,
+        reached: Callable[[Any], None],
+    ) -> Groups:
         store, outcomes = Store(), self._outcomes[info.token]
         self.stores[info.token] = store
         reached(store)
@@ -285,10 +294,10 @@ def test_a_world_whose_ranks_do_not_come_ends_by_its_limit() -> None:
     fd, port = bound_store()
     place = RankInfo(rank=0, world_size=2, master_port=port, store_fd=fd, token="next")
     with pytest.raises(RetryError, match="rank 1 did not"):
-        next_world.connect_beside(place, 0.2, lambda store: None)
+        next_world.connect_beside(place, CPU, 0.2, lambda store: None)
     with pytest.raises(RetryError, match="was not reached in time"):
         absent = RankInfo(rank=1, world_size=2, master_port=port, token="next")
-        next_world.connect_beside(absent, 0.2, lambda store: None)
+        next_world.connect_beside(absent, CPU, 0.2, lambda store: None)
 
 
 def test_a_wait_for_ranks_ends_with_the_store() -> None:
@@ -299,7 +308,7 @@ def test_a_wait_for_ranks_ends_with_the_store() -> None:
 
     def connect() -> None:
         try:
-            next_world.connect_beside(place, 60.0, stores.put)
+            next_world.connect_beside(place, CPU, 60.0, stores.put)
         except Exception as error:  # noqa: BLE001 - what the test looks at
             errors.put(error)
 
@@ -310,13 +319,22 @@ def test_a_wait_for_ranks_ends_with_the_store() -> None:
     assert not thread.is_alive() and isinstance(errors.get_nowait(), dist.DistError)
 
 
-def test_a_world_of_one_rank_takes_the_place_of_another_and_ends() -> None:
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_world_of_one_rank_takes_the_place_of_another_and_ends(
+    monkeypatch: pytest.MonkeyPatch, *, forgets: bool
+) -> None:
+    """`forgets`: torch only forgets the groups, as it does those of NCCL."""
+    if forgets:
+        monkeypatch.setattr(ProcessGroups, "_forget", lambda self, group: forget_group(group))
     end_groups()
     (fd, port), (next_fd, next_port) = bound_store(), bound_store()
     place = RankInfo(rank=0, world_size=1, master_port=port, store_fd=fd, token="first")
-    groups = connect(place, torch.device("cpu"), rendezvous(place))
+    groups = connect(place, CPU, rendezvous(place))
     following = next_world.connect_beside(
-        replace(place, master_port=next_port, store_fd=next_fd, token="next"), 10.0, lambda s: None
+        replace(place, master_port=next_port, store_fd=next_fd, token="next"),
+        CPU,
+        10.0,
+        lambda s: None,
     )
     default, number = dist.group.WORLD, torch.ones(1, dtype=torch.float64)
     assert groups.sum(number).item() == 1 and default is groups.world.process_group

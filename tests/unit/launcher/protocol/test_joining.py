@@ -202,7 +202,7 @@ def test_a_node_that_cannot_come_in_withdraws(changes: dict[str, Any], why: str)
 
 
 def test_a_node_without_changes_inside_withdraws() -> None:
-    (action,) = actions_of(SPARE, policy=replace(FOUR, changes_inside=False))
+    (action,) = actions_of(SPARE, policy=replace(FOUR, changes_inside="off"))
     assert isinstance(action, WriteProposal)
     assert action.proposal.withdrawn == "d does not take part in one"
 

@@ -325,7 +325,7 @@ def test_no_proposal_is_made_with_fewer_than_min_nodes() -> None:
 
 
 def test_no_proposal_is_made_where_the_node_has_it_switched_off() -> None:
-    made = actions_of(VIEW, policy=replace(POLICY, changes_inside=False))
+    made = actions_of(VIEW, policy=replace(POLICY, changes_inside="off"))
     assert not [action for action in made if isinstance(action, WriteProposal)]
 
 

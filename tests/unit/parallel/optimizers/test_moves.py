@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -11,12 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from elasticzero.parallel.buckets.layout import DealtNames
-from elasticzero.parallel.optimizers.moves import Division, Move, PieceState, bring, plan
+from elasticzero.parallel.optimizers import moves
+from elasticzero.parallel.optimizers.moves import (
+    CPU,
+    Division,
+    Move,
+    PieceState,
+    bring,
+    device_with_room,
+    plan,
+)
 from elasticzero.parallel.optimizers.piece_entries import KeptEntry
 from elasticzero.spans import EMPTY, Span, intersect
 from elasticzero.state.model import Spec
@@ -92,13 +102,21 @@ class Mailboxes:
     def box(self, source: int, target: int) -> SimpleQueue[Tensor]:
         return self.boxes.setdefault((source, target), SimpleQueue())
 
-    def isend(self, tensor: Tensor, target: int, group: Any, tag: int) -> Any:
-        self.box(self.rank.number, target).put(tensor.clone())
-        return SimpleNamespace(wait=lambda: None)
+    def begin(self, messages: Sequence[dist.P2POp]) -> list[Any]:
+        return [self._begin(message) for message in messages]
 
-    def irecv(self, tensor: Tensor, source: int, group: Any, tag: int) -> Any:
-        box = self.box(source, self.rank.number)
+    def _begin(self, message: dist.P2POp) -> Any:
+        tensor, other = message.tensor, message.peer
+        if message.op is dist.isend:
+            self.box(self.rank.number, other).put(tensor.clone())
+            return SimpleNamespace(wait=lambda: None)
+        box = self.box(other, self.rank.number)
         return SimpleNamespace(wait=lambda: tensor.copy_(box.get(timeout=10)))
+
+
+def message_between(op: Any, tensor: Tensor, peer: int, group: Any, tag: int) -> Any:
+    """torch's own asks for a group with connections."""
+    return SimpleNamespace(op=op, tensor=tensor, peer=peer)
 
 
 ENTRIES = ("exp_avg", "step", "row")
@@ -147,8 +165,9 @@ def test_what_comes_is_what_the_others_have(change: Change) -> None:
             errors.append(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "isend", mail.isend)
-        patch.setattr(torch.distributed, "irecv", mail.irecv)
+        patch.setattr(dist, "P2POp", message_between)
+        patch.setattr(dist, "batch_isend_irecv", mail.begin)
+        patch.setattr(moves, "message_device", lambda group: CPU)
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(change.ranks)]
         for thread in threads:
             thread.start()
@@ -171,13 +190,26 @@ def of_eight(ranks: int) -> Division:
     return Division(EIGHT.places([8], ranks))
 
 
-def test_an_optimizer_that_keeps_nothing_sends_nothing() -> None:
+def test_an_optimizer_that_keeps_nothing_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "message_device", lambda group: CPU)
     group: Any = None
     for rank in (0, 1):
         room = {"p": PieceState.empty(Span(0, 8), {})} if rank == 0 else {}
         held = {"p": PieceState.empty(Span(4 * rank, 4 * rank + 4), {})}
         planned = plan(rank, of_eight(2), of_eight(1), [0])
         bring(planned, rank, held.__getitem__, room, group)
+
+
+@pytest.mark.parametrize(("free", "cached", "stays"), [(29, 0, False), (10, 20, True)])
+def test_state_comes_to_a_gpu_that_has_room_for_it(
+    monkeypatch: pytest.MonkeyPatch, free: int, cached: int, stays: bool
+) -> None:
+    gpu = torch.device("cuda", 0)
+    assert device_with_room(10, CPU) == CPU
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 + cached)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
+    assert device_with_room(10, gpu) == (gpu if stays else CPU)
 
 
 def owned_by(owner: int) -> Division:
