@@ -33,7 +33,7 @@ from tests.chaos.networks import Networks, NoNetworks
 
 LIMIT_S = 900.0
 STRATEGIES = ("ddp", "zero1", "zero2")
-WIRES = "fp32,bf16,fp8,int8,int4,topk:0.01"
+WIRES = "fp32,bf16,fp8,int8,int4,topk:0.01,powersgd:4"
 BURST = "64kb"
 
 
@@ -45,6 +45,13 @@ class Measured:
     wire: Wire
     session_s: float
     torch_s: float
+
+
+def _reference(wire: Wire) -> str:
+    """Returns what torch has that is nearest to a wire: its hook for bf16 needs NCCL."""
+    if wire.format == "powersgd":
+        return f"DDP in {wire}"
+    return "DDP in fp16" if wire.is_lossy else "DDP"
 
 
 class SlowNetworks(Networks):
@@ -77,7 +84,7 @@ def measure(strategy: str, wire: Wire, order: argparse.Namespace) -> Measured:
         SystemExit: The job failed; its logs are left, and the message has their place.
     """
     runs = Path(tempfile.mkdtemp(prefix="elasticzero-slow-"))
-    out, reference = runs / "seconds.json", "DDP in fp16" if wire.is_lossy else "DDP"
+    out, reference = runs / "seconds.json", _reference(wire)
     job, networks = f"slow-{strategy}-{wire.format}", SlowNetworks(order.link)
     try:
         with EtcdServer(address=networks.address) as etcd:
@@ -125,6 +132,8 @@ def main() -> None:
     plain_s: dict[str, float] = {}
     for strategy in order.strategies.split(","):
         for wire in wires:
+            if not wire.is_had_with(strategy):
+                continue
             try:
                 steps = measure(strategy, wire, order)
             except NoNetworks as error:

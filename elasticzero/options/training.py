@@ -85,9 +85,10 @@ _STRATEGY = grouped(
     Option(
         ("--wire",),
         "ddp, zero1 and zero2 send gradients as they are (fp32), encoded in 16 (bf16), 8 (fp8, "
-        "int8) or 4 bits (int4), or the largest alone (topk:0.01 for a hundredth of them); ranks "
-        "still add them up in the format that they have in memory, and what is left out of a "
-        "gradient comes in a later step.",
+        "int8) or 4 bits (int4), the largest alone (topk:0.01 for a hundredth of them), or, "
+        "without zero2, matrices as products of two narrow ones (powersgd:4); ranks still add them "
+        "up in the format that they have in memory, and what is left out of a gradient comes in a "
+        "later step.",
         "fp32",
         metavar="FORMAT",
         parse=wire_of,

@@ -9,19 +9,22 @@ from typing import Literal, get_args
 
 from elasticzero.errors import UserError
 
-WireFormat = Literal["fp32", "bf16", "fp8", "int8", "int4", "topk"]
+WireFormat = Literal["fp32", "bf16", "fp8", "int8", "int4", "topk", "powersgd"]
 """Names a format.
 
 fp32: the one that gradients have in memory, whichever that is.
 bf16: 16 bits.
 fp8, int8, int4: so many bits, where each block of elements has a scale of its own.
 topk: a share of the elements, those of the largest values, with their places.
+powersgd: two narrow matrices, whose product is close to the matrix of a gradient.
 """
 
 BLOCK_ELEMENTS, SCALE_BYTES = 256, 4
 """Number of elements of a block, and bytes of its scale."""
 VALUE_BYTES, PLACE_BYTES = 4, 4
 """Bytes of the value and the place of an element that `topk` sends."""
+LEAST_GAIN = 4
+"""A matrix is sent as two narrow ones where it has so many times their elements at least."""
 
 _SCALE = SCALE_BYTES / BLOCK_ELEMENTS
 _ELEMENT_BYTES: Mapping[WireFormat, float] = {
@@ -31,6 +34,7 @@ _ELEMENT_BYTES: Mapping[WireFormat, float] = {
     "int8": 1 + _SCALE,
     "int4": 0.5 + _SCALE,
     "topk": VALUE_BYTES + PLACE_BYTES,
+    "powersgd": VALUE_BYTES / LEAST_GAIN,
 }
 
 
@@ -41,19 +45,34 @@ class Wire:
     format: WireFormat = "fp32"
     share: float = 1.0
     """Share of the elements that `topk` sends."""
+    rank: int = 0
+    """Number of columns of the matrices that `powersgd` sends."""
 
     @property
     def is_lossy(self) -> bool:
         """Returns whether a message has less than the gradients."""
         return self.format != "fp32"
 
+    def is_had_with(self, strategy: str, *, by_node: bool = False) -> bool:
+        """Returns whether ranks can send gradients so with a strategy.
+
+        Args:
+            strategy: Its name.
+            by_node: Whether each of several nodes holds the whole state.
+        """
+        if self.format == "powersgd":
+            return strategy == "ddp" or (strategy == "zero1" and not by_node)
+        return strategy != "zero3" or not self.is_lossy
+
     @property
     def sent_bytes(self) -> float:
-        """Returns the bytes of an element of a gradient in a message; 0: it is sent as it is."""
+        """Returns the bytes of an element of a gradient in a message, with `powersgd` at most; 0:
+        it is sent as it is."""
         return _ELEMENT_BYTES[self.format] * self.share
 
     def __str__(self) -> str:
-        return f"topk:{self.share:g}" if self.format == "topk" else self.format
+        number = {"topk": f":{self.share:g}", "powersgd": f":{self.rank}"}
+        return self.format + number.get(self.format, "")
 
 
 EXACT = Wire()
@@ -61,19 +80,27 @@ EXACT = Wire()
 
 def parse_wire(text: str) -> Wire:
     """Parses a format; raises `ValueError` that says what is expected."""
-    name, colon, share_text = text.partition(":")
+    name, colon, number_text = text.partition(":")
     formats: tuple[WireFormat, ...] = get_args(WireFormat)
     chosen = next((format_ for format_ in formats if format_ == name), None)
+    if chosen is not None and not colon and chosen not in ("topk", "powersgd"):
+        return Wire(format=chosen)
+    if chosen == "powersgd" and number_text.isdecimal() and int(number_text) > 0:
+        return Wire(format=chosen, rank=int(number_text))
+    if chosen == "topk" and 0 < (share := _number(number_text)) <= 1:
+        return Wire(format=chosen, share=share)
+    raise ValueError(
+        f"{', '.join(formats[:-2])}, topk:SHARE or powersgd:RANK is expected, such as topk:0.01 "
+        "for a hundredth of the elements, or powersgd:4 for matrices of four columns"
+    )
+
+
+def _number(text: str) -> float:
+    """Returns the number that a text states; NaN: it states none."""
     try:
-        share = float(share_text) if colon else 1.0
+        return float(text)
     except ValueError:
-        share = math.nan
-    if chosen is None or (chosen == "topk") != bool(colon) or not 0 < share <= 1:
-        raise ValueError(
-            f"{', '.join(formats[:-1])} or topk:SHARE is expected, such as topk:0.01 for a "
-            "hundredth of the elements"
-        )
-    return Wire(format=chosen, share=share)
+        return math.nan
 
 
 def wire_of(flag: str, text: str) -> Wire:

@@ -305,6 +305,7 @@ class Replicated:
         frozen = {MODEL + n for n, p in self._parameters.items() if not p.requires_grad}
         share = RankState(frozen=frozen)
         share.residual, share.residual_sum = self.residual.present(), self.residual.summed
+        share.factors = self.residual.factors()
         share.add_even({MODEL + name: p.detach() for name, p in self._parameters.items()})
         whole = WholeState.of(self.optimizers)
         share.optimizers = whole.small

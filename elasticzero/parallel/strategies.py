@@ -14,7 +14,8 @@ from elasticzero.spans import STRATEGIES
 
 def create(name: str, setting: Setting) -> Strategy:
     """Returns the strategy of this name; the model is on its device already."""
-    check_options(name, setting.options, mirrored=setting.mirrored_by is not None)
+    by_node, mirrored = setting.place.replicas > 1, setting.mirrored_by is not None
+    check_options(name, setting.options, mirrored=mirrored, by_node=by_node)
     if name == "ddp":
         from elasticzero.parallel.ddp import Replicated
 
@@ -34,20 +35,23 @@ def create(name: str, setting: Setting) -> Strategy:
     raise UserError(f"strategy {name!r} is not one of {', '.join(STRATEGIES)}")
 
 
-def check_options(strategy: str, options: TrainingSettings, *, mirrored: bool) -> None:
+def check_options(
+    strategy: str, options: TrainingSettings, *, mirrored: bool, by_node: bool = False
+) -> None:
     """Checks that the options can be had with a strategy.
 
     Args:
         strategy: The strategy's name.
         options: The training options.
         mirrored: Whether each rank's part has a live copy, though not every rank keeps one.
+        by_node: Whether each of several nodes holds the whole state.
 
     Raises:
         UserError: The strategy sums in an order that depends on the world, or keeps no live copies
             with `--deterministic`, or cannot round what it sends.
     """
     if options.wire.is_lossy:
-        _check_wire(strategy, options)
+        _check_wire(strategy, options, by_node=by_node)
     if not options.deterministic:
         return
     if strategy == "zero3":
@@ -62,11 +66,21 @@ def check_options(strategy: str, options: TrainingSettings, *, mirrored: bool) -
         )
 
 
-def _check_wire(strategy: str, options: TrainingSettings) -> None:
+def _check_wire(strategy: str, options: TrainingSettings, *, by_node: bool) -> None:
     if strategy == "zero3":
         raise UserError(
             f"--wire {options.wire} cannot be had with strategy zero3, whose gradients torch's "
             "FSDP2 sends: use ddp, zero1 or zero2"
+        )
+    if options.wire.format == "powersgd" and strategy == "zero1" and by_node:
+        raise UserError(
+            f"--wire {options.wire} cannot be had with strategy zero1 and --shard node, where "
+            "nodes send each other parts of matrices: use ddp, --shard world or another format"
+        )
+    if options.wire.format == "powersgd" and strategy == "zero2":
+        raise UserError(
+            f"--wire {options.wire} cannot be had with strategy zero2, which sums the matrices of "
+            "each micro-batch by themselves: use ddp or zero1, or another format"
         )
     if options.deterministic:
         raise UserError(

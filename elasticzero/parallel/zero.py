@@ -312,6 +312,7 @@ class FlatBuckets(PiecedStrategy):
     def rank_state(self) -> RankState:
         share = self._state(self._pieced)
         share.residual, share.residual_sum = self.residual.present(), self.residual.summed
+        share.factors = self.residual.factors()
         return share
 
     def mirrored_states(self) -> dict[int, RankState]:
@@ -320,6 +321,7 @@ class FlatBuckets(PiecedStrategy):
             mirror.renew()
             states[mirror.rank] = self._state(mirror.pieced)
             states[mirror.rank].residual = self.residual.none()
+            states[mirror.rank].factors = self.residual.factors()
             for piece in mirror.pieced.pieces.values():
                 values = piece.parameter.detach() if piece.values is None else piece.values
                 states[mirror.rank].held[MODEL + piece.name] = LocalTensor(values, piece.start)

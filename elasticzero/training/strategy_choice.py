@@ -107,7 +107,12 @@ def refusals(
         try:
             check(name)
             open_optimizers(made, named, DEALT[name])
-            check_options(name, assignment, mirrored=assignment.mirrored_by is not None)
+            check_options(
+                name,
+                assignment,
+                mirrored=assignment.mirrored_by is not None,
+                by_node=assignment.shard == "node" and assignment.nodes > 1,
+            )
         except UserError as error:
             errors[name] = error
     return errors

@@ -94,8 +94,11 @@ def train(tmp_path: Path, job: str, etcd: EtcdServer) -> Train:
         slow("zero1", ("--wire", "fp8")),
         slow("ddp", ("--wire", "bf16")),
         slow("zero2", ("--wire", "topk:0.05")),
+        ("zero1", ("--wire", "powersgd:2")),
+        slow("ddp", ("--wire", "powersgd:2")),
         slow("zero1", ("--wire", "int8", "--shard", "node", "--nproc-per-node", "2")),
         ("ddp", ("--wire", "int8", "--changes-inside", "off")),
+        slow("ddp", ("--wire", "powersgd:2", "--changes-inside", "off")),
         slow("zero1", ("--wire", "int8", "--changes-inside", "off")),
     ],
 )
@@ -110,7 +113,11 @@ def test_nodes_that_leave_and_come_lose_nothing(
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [("zero1", ("--wire", "int8")), slow("zero2", ("--wire", "int4", "--snapshot-every", "3"))],
+    [
+        ("zero1", ("--wire", "int8")),
+        slow("zero2", ("--wire", "int4", "--snapshot-every", "3")),
+        slow("zero1", ("--wire", "powersgd:2")),
+    ],
 )
 def test_a_snapshot_has_what_a_lost_node_had(
     strategy: str, options: tuple[str, ...], train: Train
@@ -127,6 +134,8 @@ def test_a_snapshot_has_what_a_lost_node_had(
         ("ddp", ("--wire", "int8")),
         slow("ddp", ("--wire", "int4", "--nproc-per-node", "2")),
         slow("ddp", ("--wire", "topk:0.05")),
+        slow("ddp", ("--wire", "powersgd:2")),
+        slow("zero1", ("--wire", "powersgd:2", "--redundancy", "mirror")),
         slow("zero2", ("--wire", "int8", "--redundancy", "mirror")),
         slow("zero1", ("--wire", "int8", "--shard", "node", "--nproc-per-node", "2")),
     ],

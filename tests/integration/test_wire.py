@@ -16,7 +16,7 @@ from tests.support.cases import slow
 pytestmark = pytest.mark.timeout(180)
 
 ENCODED = SCRIPTS / "encoded.py"
-CLOSE = {"bf16": 0.02, "int8": 0.02, "fp8": 0.02, "int4": 0.2, "topk:0.2": 0.2}
+CLOSE = {"bf16": 0.02, "int8": 0.02, "fp8": 0.02, "int4": 0.2, "topk:0.2": 0.2, "powersgd:1": 0.5}
 """By how much weights may differ: those of a small network, after 100 steps of AdamW."""
 
 
@@ -26,6 +26,7 @@ CLOSE = {"bf16": 0.02, "int8": 0.02, "fp8": 0.02, "int4": 0.2, "topk:0.2": 0.2}
         ("ddp", ("--wire", "int8")),
         slow("ddp", ("--wire", "bf16")),
         slow("zero1", ("--wire", "fp8")),
+        slow("ddp", ("--wire", "powersgd:1")),
         ("zero2", ("--wire", "topk:0.2")),
         slow("zero2", ("--wire", "int4", "--shard", "node", "--nproc-per-node", "2")),
     ],

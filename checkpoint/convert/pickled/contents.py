@@ -45,6 +45,7 @@ OPTIMIZER = "optimizer/"
 _RESERVED = (
     *(MODEL_PREFIX, OPTIMIZER, "optimizers/", "rng/", "not-saved/", "module/", "tracked/"),
     "residual/",
+    "right-factor/",
 )
 """Beginnings of names that mean something to a job."""
 _OTHER = "other/"

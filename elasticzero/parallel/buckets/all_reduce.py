@@ -21,9 +21,10 @@ from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.buckets.queue import GradientBucket
 from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.wire.codecs import Codec, codec_of
+from elasticzero.parallel.wire.codecs import Encoding, LowRank, encoding_of
+from elasticzero.parallel.wire.low_rank import LowRankSum
 from elasticzero.parallel.wire.residual import BucketResidual, Residual
-from elasticzero.parallel.wire.sums import CompressedSum, Peers
+from elasticzero.parallel.wire.sums import CompressedSum, EncodedSum, Peers
 from elasticzero.step_clock import wait_for
 
 BUCKET_BYTES = 25 << 20
@@ -40,7 +41,7 @@ class SummedBucket(GradientBucket):
     """E gradients, N uses, the loss; or 0, where losses have a message of their own."""
     residual: BucketResidual | None = None
     """Holds what was not sent of encoded gradients; None: they are sent as they are."""
-    codec: Codec | None = None
+    encoding: Encoding | None = None
     """Encodes what is sent; None: it is sent as it is."""
 
     def views(self, flat_E: Tensor) -> list[Tensor]:
@@ -95,13 +96,15 @@ class AllReduce:
         self._losses = losses
         self._peers, self._residual = peers, residual
         for bucket in self.buckets:
-            bucket.codec = codec_of(peers.wire, bucket.parameters[0])
-            if bucket.codec is not None:
+            bucket.encoding = encoding_of(peers.wire, bucket.parameters[0])
+            if bucket.encoding is not None:
                 total = sum(parameter.numel() for parameter in bucket.parameters)
                 flat_E = bucket.parameters[0].data.new_empty(total)
-                bucket.residual = BucketResidual(bucket.names, flat_E, bucket.views)
+                bucket.residual = BucketResidual(
+                    bucket.names, flat_E, bucket.views, bucket.encoding
+                )
         residual.lay([b.residual for b in self.buckets if b.residual is not None])
-        self._under_way: list[tuple[SummedBucket, Any, CompressedSum | None]] = []
+        self._under_way: list[tuple[SummedBucket, Any, EncodedSum | None]] = []
         """The buckets, what must be waited for, and the sum of gradients that are encoded: then
         only the tail is waited for."""
         self._losses_apart = losses.has_own_message and any(
@@ -138,16 +141,33 @@ class AllReduce:
             if loss is not None:
                 losses.copy_(loss)
             self._summed_losses = losses, dist.all_reduce(losses, group=group, async_op=True)
-        encoded = None
+        encoded: EncodedSum | None = None
         if bucket.residual is not None:
             self._residual.begin_squares()
             errors_E = bucket.residual.add_to(bucket.gradients_E, self._residual.scale)
-            if bucket.codec is not None and self._peers.count > 1:
-                encoded = CompressedSum(bucket.gradients_E, bucket.codec, self._peers, errors_E)
+            if self._peers.count > 1:
+                encoded = self._begin_encoded(bucket, bucket.residual, errors_E)
         summed = bucket.flat if encoded is None else tail
         self._peers.traffic.count_halves("gradients", summed.nbytes, self._peers.count, halves=2)
         work = dist.all_reduce(summed, group=group, async_op=True)
         self._under_way.append((bucket, work, encoded))
+
+    def _begin_encoded(
+        self, bucket: SummedBucket, residual: BucketResidual, errors_E: Tensor
+    ) -> EncodedSum:
+        """Begins to sum gradients in messages that are encoded.
+
+        Args:
+            bucket: The bucket.
+            residual: What is not sent of its gradients.
+            errors_E: Becomes that.
+        """
+        encoding, gradients_E = bucket.encoding, bucket.gradients_E
+        assert encoding is not None
+        if isinstance(encoding, LowRank):
+            gradients, errors = residual.by_name(gradients_E), residual.by_name(errors_E)
+            return LowRankSum(gradients, residual.factors, self._peers, errors)
+        return CompressedSum(gradients_E, encoding, self._peers, errors_E)
 
     def finish(self) -> None:
         """Waits for the sums; takes those from parameters that no rank has used (F5)."""
@@ -220,7 +240,7 @@ def _deal(
     open_buckets: dict[Any, tuple[list[str], int]] = {}
     first_bytes = min(size_bytes, FIRST_BUCKET_BYTES)
     for name, parameter in parameters.items():
-        is_encoded = codec_of(wire, parameter) is not None
+        is_encoded = encoding_of(wire, parameter) is not None
         kind = (parameter.dtype, parameter.device, optimizer_of.get(name, ""), is_encoded)
         names, size = open_buckets.get(kind, ([], 0))
         limit = first_bytes if names is first else size_bytes

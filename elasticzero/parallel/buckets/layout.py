@@ -32,7 +32,7 @@ from elasticzero.parallel.optimizers.moves import Place
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import lie_at, memory_of, moved
-from elasticzero.parallel.wire.codecs import codec_of
+from elasticzero.parallel.wire.codecs import encoding_of
 from elasticzero.spans import Span, intersect
 from elasticzero.torch_internals.tensors import sharing_tensors
 
@@ -299,7 +299,7 @@ def _fill(
         kind = (
             *(group.optimizer_name, works_on, parameter.dtype, parameter.device),
             tuple(sorted(kept)) if works_on == "elements" else (),
-            codec_of(wire, parameter) is not None,
+            encoding_of(wire, parameter) is not None,
         )
         size = parameter.numel() * parameter.element_size()
         if kind in open_buckets and sizes[kind] + size > size_bytes:

@@ -27,9 +27,10 @@ from elasticzero.parallel.buckets.exchange import (
 from elasticzero.parallel.buckets.layout import FlatBucket
 from elasticzero.parallel.buckets.queue import GradientBucket
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.wire.codecs import Codec, codec_of
+from elasticzero.parallel.wire.codecs import Encoding, LowRank, encoding_of
+from elasticzero.parallel.wire.low_rank import LowRankSum
 from elasticzero.parallel.wire.residual import BucketResidual, Residual
-from elasticzero.parallel.wire.sums import ChunkSum, CompressedSum, Peers, Take
+from elasticzero.parallel.wire.sums import ChunkSum, CompressedSum, EncodedSum, Peers, Take
 from elasticzero.parallel.wire.traffic import Traffic
 from elasticzero.step_clock import wait_for
 
@@ -92,29 +93,29 @@ class ScatteredBucket(GradientBucket):
     """Takes what the messages of the exchange under way leave out."""
 
     def __init__(
-        self, bucket: FlatBucket, pool: BufferPool, codec: Codec | None, *, keeps: bool
+        self, bucket: FlatBucket, pool: BufferPool, encoding: Encoding | None, *, keeps: bool
     ) -> None:
         """Begins without memory for gradients, which `ReduceScatter.lend` gives.
 
         Args:
             bucket: The parameters.
             pool: Lends memory for gradients and for messages.
-            codec: Encodes what is sent; None: it is sent as it is.
+            encoding: Encodes what is sent; None: it is sent as it is.
             keeps: True: the gradients stay through a global batch, and are summed in place.
         """
         self.bucket = bucket
         """The parameters of these gradients."""
         if not keeps:
             self.reduced_C = torch.zeros_like(bucket.own_part(bucket.flat_E))
-        self.pool, self.codec = pool, codec
-        if codec is not None:
-            self.residual = BucketResidual(bucket.names, bucket.flat_E, bucket.views)
+        self.pool, self.encoding = pool, encoding
+        if encoding is not None:
+            self.residual = BucketResidual(bucket.names, bucket.flat_E, bucket.views, encoding)
         self.flat_E: Tensor | None = None
         """The gradients; None: it has no memory now."""
         self.received: Tensor | None = None
         """The other ranks' parts of the sum under way, one row each."""
         self.works: list[Any] = []
-        self.encoded: ChunkSum | None = None
+        self.encoded: EncodedSum | None = None
         """The sum under way, where what is sent is encoded."""
         self.complete = False
         """The exchange under way is the global batch's last of this bucket."""
@@ -168,8 +169,8 @@ class ReduceScatter:
         for bucket in buckets:
             kind = (bucket.flat_E.dtype, bucket.flat_E.device)
             pool = pools.setdefault(kind, BufferPool(bucket.flat_E, POOL_BUCKETS * largest[kind]))
-            codec = codec_of(wire, bucket.parameters[0])
-            self.buckets.append(ScatteredBucket(bucket, pool, codec, keeps=self.keeps))
+            encoding = encoding_of(wire, bucket.parameters[0])
+            self.buckets.append(ScatteredBucket(bucket, pool, encoding, keeps=self.keeps))
         self._residual = residual
         residual.lay([b.residual for b in self.buckets if b.residual is not None])
         self._under_way: deque[ScatteredBucket] = deque()
@@ -205,10 +206,17 @@ class ReduceScatter:
             chunks: The chunk of each rank.
             flat_E: All chunks, end to end.
         """
-        if bucket.codec is not None and self._mesh.replicas == 1:
+        encoding = bucket.encoding
+        if encoding is not None and self._mesh.replicas == 1:
             row = Peers.of_row(self._mesh, self._traffic)
-            errors = bucket.bucket.chunks(bucket.errors_E)
-            bucket.encoded = ChunkSum(chunks, bucket.codec, row, errors, self._lender(bucket))
+            if isinstance(encoding, LowRank):
+                assert bucket.residual is not None
+                by_name, factors = bucket.residual.by_name, bucket.residual.factors
+                errors_by_name = by_name(bucket.errors_E)
+                bucket.encoded = LowRankSum(by_name(flat_E), factors, row, errors_by_name)
+            else:
+                errors = bucket.bucket.chunks(bucket.errors_E)
+                bucket.encoded = ChunkSum(chunks, encoding, row, errors, self._lender(bucket))
             return
         if is_direct(flat_E):
             others, chunk = self._mesh.shards - 1, bucket.bucket.chunk
@@ -218,6 +226,9 @@ class ReduceScatter:
         bucket.works = begin_reduce_scatter(flat_E, chunks, bucket.received, self._mesh)
 
     def finish(self) -> None:
+        for bucket in self._under_way:
+            if bucket.encoded is not None:
+                bucket.encoded.add_up()
         while self._under_way:
             self._finish(self._under_way.popleft())
 
@@ -299,11 +310,13 @@ class ReduceScatter:
         if bucket.replica_works is not None:
             return
         reduced_C, mesh = bucket.reduced_C, self._mesh
-        if bucket.codec is not None and mesh.replicas > 1 and reduced_C.numel():
+        encoding = bucket.encoding
+        if encoding is not None and mesh.replicas > 1 and reduced_C.numel():
+            assert not isinstance(encoding, LowRank), "a chunk is no matrix"
             bucket.replica_works = []
             peers = Peers.of_replicas(mesh, self._traffic)
             errors_C = bucket.bucket.own_part(bucket.errors_E)
-            bucket.replica_sum = CompressedSum(reduced_C, bucket.codec, peers, errors_C)
+            bucket.replica_sum = CompressedSum(reduced_C, encoding, peers, errors_C)
         else:
             self._traffic.count_halves("gradients", reduced_C.nbytes, mesh.replicas, halves=2)
             bucket.replica_works = begin_replica_sum(reduced_C, mesh)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from elasticzero.options.wire import (
     BLOCK_ELEMENTS,
+    LEAST_GAIN,
     PLACE_BYTES,
     SCALE_BYTES,
     VALUE_BYTES,
@@ -166,6 +167,20 @@ class Largest:
         return places, values.view(torch.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Sends a matrix as two narrow ones (`low_rank.py`)."""
+
+    rank: int
+    """Number of their columns."""
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Returns whether these are much smaller than the matrix of a parameter."""
+        rows, columns = parameter.shape[0], parameter.shape[1:].numel()
+        return LEAST_GAIN * self.rank * (rows + columns) <= rows * columns
+
+
+Encoding = Codec | LowRank
 _CODECS: Mapping[WireFormat, Codec] = {
     "bf16": Cast(torch.bfloat16),
     "fp8": ScaledBlocks(448.0, torch.float8_e4m3fn),
@@ -174,7 +189,7 @@ _CODECS: Mapping[WireFormat, Codec] = {
 }
 
 
-def codec_of(wire: Wire, parameter: Tensor) -> Codec | None:
+def encoding_of(wire: Wire, parameter: Tensor) -> Encoding | None:
     """Returns how the gradient of a parameter is encoded; None: it is sent as it is.
 
     Vectors are, for they are few and a step depends on each of their elements more than on one of a
@@ -184,6 +199,9 @@ def codec_of(wire: Wire, parameter: Tensor) -> Codec | None:
         return None
     if parameter.element_size() <= torch.bfloat16.itemsize:
         return None
+    if wire.format == "powersgd":
+        low_rank = LowRank(wire.rank)
+        return low_rank if low_rank.fits(parameter) else None
     return Largest(wire.share) if wire.format == "topk" else _CODECS.get(wire.format)
 
 

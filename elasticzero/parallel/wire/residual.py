@@ -19,6 +19,8 @@ Rules:
       residuals, for they differ: each rank that is left keeps its own apart
       (`snapshots/kept_residual.py`), and what the lost ones had is gone. Where all agree to end a
       generation, the sum is stored.
+ EF6  With `powersgd` the state has right factors too (`low_rank.py`), which all ranks have alike;
+      the rules of residuals hold for them, but that nobody adds them up or hands them over.
 Shapes: E elements of a bucket with its padding, those of a parameter's gradient.
 """
 
@@ -35,9 +37,11 @@ from torch import Tensor
 
 from elasticzero.options.wire import Wire
 from elasticzero.parallel.mesh import Mesh
+from elasticzero.parallel.wire.codecs import Encoding, LowRank
+from elasticzero.parallel.wire.low_rank import RightFactors
 from elasticzero.rank_groups.group import RankGroup
 from elasticzero.spans import Span
-from elasticzero.state.model import RESIDUAL, LoadTarget, Spec
+from elasticzero.state.model import FACTOR, RESIDUAL, LoadTarget, Spec, spec_of
 
 TAG = 0x6578
 """Keeps these messages apart from those that a script sends by itself."""
@@ -49,16 +53,27 @@ Views = Callable[[Tensor], Sequence[Tensor]]
 class BucketResidual:
     """Holds one rank's residual of the gradients in one bucket."""
 
-    def __init__(self, names: Sequence[str], flat_E: Tensor, views: Views) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        flat_E: Tensor,
+        views: Views,
+        encoding: Encoding | None = None,
+    ) -> None:
         """Begins with zeros.
 
         Args:
             names: The parameters.
             flat_E: A tensor of the size, dtype and device of the gradients.
             views: Returns the parameters' places in it.
+            encoding: How gradients are encoded; None: nothing is known of it.
         """
         self.present_E, self._following_E = torch.zeros_like(flat_E), torch.zeros_like(flat_E)
         self._names, self._views = names, views
+        self.factors = RightFactors({}, 0)
+        """The right factors of the gradients; none where they are encoded by themselves."""
+        if isinstance(encoding, LowRank):
+            self.factors = RightFactors(self.by_name(self.present_E), encoding.rank)
         self._is_begun = False
         """Its gradients of the global batch have begun to be summed."""
 
@@ -97,6 +112,7 @@ class BucketResidual:
         """Has the residual of some parameters stay in the step (EF3)."""
         if not self._is_begun or names.isdisjoint(self._names):
             return
+        self.factors.keep(names)
         present = self.by_name(self.present_E)
         for name, following in self.by_name(self._following_E).items():
             if name in names:
@@ -108,6 +124,7 @@ class BucketResidual:
             if scale != 1.0:
                 self._following_E.div_(scale)
             self.present_E, self._following_E = self._following_E, self.present_E
+        self.factors.end(applied=applied)
         self._is_begun = False
 
     @property
@@ -162,15 +179,21 @@ class Residual:
         return self._replicas is not None and len(self._replicas.ranks) > 1
 
     def lay(self, buckets: Sequence[BucketResidual]) -> None:
-        """Goes on in other buckets, with the same residual of each parameter."""
-        earlier, self._buckets = self.present(), buckets
-        for name, present in self.present().items():
-            if name in earlier:
-                present.copy_(earlier[name])
+        """Goes on in other buckets, with the same residual and factor of each parameter."""
+        earlier, factors = self.present(), self.factors()
+        self._buckets = buckets
+        for named, now in ((earlier, self.present()), (factors, self.factors())):
+            for name, present in now.items():
+                if name in named:
+                    present.copy_(named[name])
 
     def present(self) -> dict[str, Tensor]:
         """Returns this rank's residual of the newest boundary by parameter."""
         return self._by_name([bucket.present_E for bucket in self._buckets])
+
+    def factors(self) -> dict[str, Tensor]:
+        """Returns the right factors of the newest boundary by parameter (EF6)."""
+        return {n: f for bucket in self._buckets for n, f in bucket.factors.present.items()}
 
     def none(self) -> dict[str, Tensor]:
         """Returns zeros by parameter, which stand for that of a rank that is lost."""
@@ -289,13 +312,20 @@ class Residual:
     # A stored state.
 
     def loading(self, stored: Mapping[str, Spec]) -> Iterator[list[LoadTarget]]:
-        """Yields where the residuals go that a stored state has, row by row: what was put there is
-        added to this rank's as the next ones are asked for.
+        """Yields where the right factors go that a stored state has, then where the residuals go,
+        row by row: what was put there is added to this rank's as the next ones are asked for.
 
         Args:
             stored: Shape and dtype of each stored tensor; a residual has a row for each rank that
                 has written the state.
         """
+        named = {FACTOR + name: factor for name, factor in self.factors().items()}
+        if factors := [
+            LoadTarget(name, Span(0, factor.numel()), factor)
+            for name, factor in named.items()
+            if name in stored and stored[name] == spec_of(factor)
+        ]:
+            yield factors
         taken = {} if self._is_of_newcomer else self._fitting(stored)
         for present in taken.values():
             present.zero_()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,16 @@ class Peers:
         return len(self.group.ranks)
 
 
+class EncodedSum(Protocol):
+    """Is a sum over ranks that is under way."""
+
+    def add_up(self) -> None:
+        """Waits for the first half of an all-reduce, and begins the second one."""
+
+    def finish(self) -> None:
+        """Waits for the sum."""
+
+
 class ChunkSum:
     """Sums this rank's chunk of all ranks' tensors: a reduce-scatter."""
 
@@ -89,6 +99,9 @@ class ChunkSum:
             _encode(codec, chunks[target], message, errors[target])
         self._received = _cut(take, dict.fromkeys(_others(peers, -1), sizes[peers.index]))
         self._works = _begin(self._sent, self._received, peers)
+
+    def add_up(self) -> None:
+        """Does nothing: there is no second half."""
 
     def finish(self) -> None:
         """Waits for the others' messages, and adds them to this rank's chunk."""

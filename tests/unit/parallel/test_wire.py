@@ -28,17 +28,23 @@ from elasticzero.parallel.wire.codecs import (
     Cast,
     Codec,
     Largest,
+    LowRank,
     ScaledBlocks,
-    codec_of,
+    encoding_of,
 )
 from elasticzero.parallel.wire.residual import Residual
 from elasticzero.parallel.wire.sums import ChunkSum, CompressedSum, Peers
 from elasticzero.parallel.wire.traffic import Traffic
+from elasticzero.spans import STRATEGIES
 from tests.support.fake_groups import fake_group
 from tests.support.threaded_ranks import FakeGroup, patched
 
 WIRES = [wire_of("--wire", text) for text in ("bf16", "fp8", "int8", "int4", "topk:0.25")]
-CODECS = [codec for wire in WIRES if (codec := codec_of(wire, torch.ones(32, 32)))]
+CODECS = [
+    codec
+    for wire in WIRES
+    if (codec := encoding_of(wire, torch.ones(32, 32))) and not isinstance(codec, LowRank)
+]
 DENSE = [codec for codec in CODECS if not isinstance(codec, Largest)]
 BF16 = WIRES[0]
 
@@ -140,8 +146,9 @@ def test_a_rank_has_the_sum_of_its_chunk(
 )
 def test_fewer_bytes_are_sent(text: str, sent_bytes: float) -> None:
     wire = wire_of("--wire", text)
-    made, numel, codec = FakeGroup(4), 4 * 1024, codec_of(wire, torch.ones(32, 32))
-    assert codec is not None and wire.sent_bytes == sent_bytes and str(wire) == text
+    made, numel, codec = FakeGroup(4), 4 * 1024, encoding_of(wire, torch.ones(32, 32))
+    assert codec is not None and not isinstance(codec, LowRank)
+    assert wire.sent_bytes == sent_bytes and str(wire) == text
 
     def body(peers: Peers) -> None:
         flat = torch.ones(numel)
@@ -245,17 +252,23 @@ def test_the_largest_are_sent(values: list[int], share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "int3", "topk", "topk:", "topk:0", "topk:1.1", "topk:nan", "int8:2", "bf16:1"]
+    "text",
+    [
+        *("", "int3", "topk", "topk:", "topk:0", "topk:1.1", "topk:nan", "int8:2", "bf16:1"),
+        *("powersgd", "powersgd:", "powersgd:0", "powersgd:-1", "powersgd:1.5"),
+    ],
 )
 def test_a_format_that_there_is_not_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=f"--wire {text}: fp32, .* or topk:SHARE is expected"):
+    with pytest.raises(
+        UserError, match=f"--wire {text}: fp32, .*, topk:SHARE or powersgd:RANK is expected"
+    ):
         wire_of("--wire", text)
 
 
 def test_whole_numbers_of_four_bits_come_as_they_are() -> None:
     values = torch.arange(-7.0, 8.0).repeat(300)
-    codec = codec_of(wire_of("--wire", "int4"), torch.ones(32, 32))
-    assert codec is not None
+    codec = encoding_of(wire_of("--wire", "int4"), torch.ones(32, 32))
+    assert codec is not None and not isinstance(codec, LowRank)
     assert torch.equal(decoded(codec, values), values)
 
 
@@ -275,8 +288,8 @@ def test_vectors_and_small_matrices_are_sent_as_they_are(
     shape: tuple[int, ...], dtype: torch.dtype, encoded: bool
 ) -> None:
     parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
-    assert (codec_of(BF16, parameter) is not None) == encoded
-    assert codec_of(EXACT, parameter) is None
+    assert (encoding_of(BF16, parameter) is not None) == encoded
+    assert encoding_of(EXACT, parameter) is None
 
 
 @pytest.mark.parametrize(
@@ -297,7 +310,21 @@ def test_a_wire_that_rounds_is_refused_where_it_cannot_be_had(
         check_options(name, TrainingSettings(wire=BF16), mirrored=False)
 
 
-@pytest.mark.parametrize("text", ["fp32", "int8", "topk:0.25"])
+def test_powersgd_is_refused_where_no_rank_has_whole_matrices() -> None:
+    wire = wire_of("--wire", "powersgd:4")
+    options = TrainingSettings(wire=wire)
+    for by_node in (False, True):
+        check_options("ddp", options, mirrored=False, by_node=by_node)
+        for name in ("zero2", "zero3"):
+            with pytest.raises(UserError, match=f"powersgd:4 cannot be had with strategy {name}"):
+                check_options(name, options, mirrored=False, by_node=by_node)
+    with pytest.raises(UserError, match="strategy zero1 and --shard node"):
+        check_options("zero1", options, mirrored=False, by_node=True)
+    check_options("zero1", options, mirrored=False)
+    assert [name for name in STRATEGIES if wire.is_had_with(name)] == ["ddp", "zero1"]
+
+
+@pytest.mark.parametrize("text", ["fp32", "int8", "topk:0.25", "powersgd:2"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_bytes_are_counted_as_they_are_sent(text: str, ranks: int) -> None:
     """A ring sends as much as messages do: each rank all chunks but its own, and once more."""
@@ -324,10 +351,11 @@ def test_bytes_are_counted_as_they_are_sent(text: str, ranks: int) -> None:
     assert sent == sum(count["gradients received"] for count in counts)
     tails = 4 * (len(parameters["b"]) + 2 + 2) if wire.is_lossy else 0
     whole = 4 * (96 * 64 + 7 + 4)
-    collectives = tails if wire.is_lossy else whole
+    factors = 4 * wire.rank * (96 + 64)
+    collectives = tails + factors if wire.is_lossy else whole
     expected = made.sent_bytes + ranks * (2 * collectives * (ranks - 1) // ranks)
     assert sent == pytest.approx(expected, abs=8 * ranks)  # shares are whole
-    assert (made.sent_bytes > 0) == (wire.is_lossy and ranks > 1)
+    assert (made.sent_bytes > 0) == (wire.is_lossy and not wire.rank and ranks > 1)
 
 
 def test_a_reduce_scatter_and_an_all_gather_are_halves_of_an_all_reduce() -> None:
