@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
@@ -21,8 +22,9 @@ from elasticzero.memory_estimate import (
     room_for_state,
     snapshot_bytes,
 )
+from elasticzero.ops.cli import link_costs
 from elasticzero.options.wire import EXACT, Wire, parse_wire
-from elasticzero.spans import REDUNDANCIES, ShardOver
+from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -124,13 +126,26 @@ def add_plan_options(parser: Parser) -> None:
         type=_wire,
         default=EXACT,
         metavar="FORMAT",
-        help="ddp, zero1 and zero2 send gradients in FORMAT: fp32, bf16, fp8, int8, int4 or "
-        "topk:SHARE; zero3 has fp32 alone.",
+        help="ddp, zero1 and zero2 send gradients in FORMAT: fp32, bf16, fp8, int8, int4, "
+        "topk:SHARE or powersgd:RANK; zero2 has no powersgd, and zero3 fp32 alone.",
     )
     add(
         "--cpu-offload",
         action="store_true",
         help="zero3 keeps its state in the nodes' RAM, and GPUs get one layer at a time.",
+    )
+    add(
+        "--link",
+        type=_link,
+        metavar="SPEED",
+        help="A node can send so much to others, such as 100mbit or 25gbit: the time of a step's "
+        "messages is shown for each format, and one is recommended.",
+    )
+    add(
+        "--step-time",
+        type=_seconds,
+        metavar="S",
+        help="A step computes for S seconds, without waits for the network.",
     )
     add("--json", action="store_true", help="The result is printed as JSON, for scripts.")
     parser.set_defaults(run_command=_plan)
@@ -167,6 +182,24 @@ def _wire(text: str) -> Wire:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _link(text: str) -> tuple[str, float]:
+    """Returns the speed as it is written, and in bits a second."""
+    try:
+        return text, link_costs.bits_per_s(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds such as 0.2")
+    return seconds
+
+
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuses numbers of parameters that contradict one another."""
     if not args.params:
@@ -178,6 +211,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
                 f"--{option.replace('_', '-')} {count:g}: the whole model has {args.params:g} "
                 "parameters (--params)"
             )
+    if args.step_time is not None and args.link is None:
+        raise UserError("--step-time counts with --link alone, which says what a node can send")
+    if args.link is not None and args.nodes == 1:
+        raise UserError("--link: one node sends nothing to others; give --nodes 2 or more")
 
 
 def _check_room(args: argparse.Namespace, room: int) -> None:
@@ -196,7 +233,10 @@ def _check_room(args: argparse.Namespace, room: int) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     plan = compute_plan(args)
-    print_result(json.dumps(plan, indent=2) if args.json else plan_text(plan), end="")
+    text = plan_text(plan)
+    if args.link is not None:
+        text += "\n" + link_costs.costs_text(plan["link"], args.link[0])
+    print_result(json.dumps(plan, indent=2) if args.json else text, end="")
     return int(ExitCode.DONE)
 
 
@@ -208,7 +248,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
         The options that matter, a row of sizes in bytes for each strategy with each `--shard`, and
-        by `--shard` the first strategy that fits.
+        by `--shard` the first strategy that fits; with `--link` the time of a step's messages.
 
     Raises:
         UserError: a number of parameters contradicts another, or a GPU has no room for state.
@@ -232,8 +272,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
     _check_room(args, room)
     shards = _shards(args)
     rows = []
-    strategies = [n for n in kept.strategies if n != "zero3" or not args.wire.is_lossy]
-    for strategy, shard in _cases(strategies, shards):
+    for strategy, shard in _cases(kept.strategies, shards, args.wire):
         line_up = LineUp(
             nodes=args.nodes,
             ranks_per_node=args.gpus,
@@ -257,7 +296,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
                 "checkpoint": checkpoint_bytes(strategy, model, kept, line_up),
             }
         )
-    return {
+    plan = {
         "params": args.params,
         "dtype": args.dtype,
         "precision": args.precision,
@@ -273,6 +312,18 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
         "strategies": rows,
         "first_that_fits": {shard: first_that_fits(_needs(rows, shard), room) for shard in shards},
     }
+    if args.link is not None:
+        cluster = link_costs.Cluster(
+            nodes=args.nodes,
+            ranks_per_node=args.gpus,
+            elements=trained,
+            element_bytes=element_bytes,
+            gathered_bytes=min(element_bytes, forward_bytes),
+            layer=layer,
+        )
+        fitting = [(row["strategy"], row["shard"]) for row in rows if row["fits"]]
+        plan["link"] = link_costs.costs(fitting, cluster, args.wire, args.link[1], args.step_time)
+    return plan
 
 
 def _shards(args: argparse.Namespace) -> Sequence[ShardOver]:
@@ -283,12 +334,14 @@ def _shards(args: argparse.Namespace) -> Sequence[ShardOver]:
 
 
 def _cases(
-    strategies: Iterable[str], shards: Sequence[ShardOver]
+    strategies: Iterable[str], shards: Sequence[ShardOver], wire: Wire
 ) -> Iterator[tuple[str, ShardOver | None]]:
-    """Yields each strategy with each way to divide its state; ddp has none."""
+    """Yields each strategy that sends such gradients with each way to divide its state; ddp has
+    none."""
     for strategy in strategies:
         for shard in (None,) if strategy == "ddp" else shards:
-            yield strategy, shard
+            if wire.is_had_with(strategy, by_node=shard == "node"):
+                yield strategy, shard
 
 
 def _needs(rows: Iterable[Mapping[str, Any]], shard: ShardOver) -> dict[str, int]:
@@ -323,7 +376,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     heads = ("strategy", "shard", *columns, "each rank", "fits", *node, "checkpoint")
     refused = ""
     if plan["wire"] != "fp32":
-        refused = f" zero3 refuses --wire {plan['wire']}."
+        refused = f" {_refusing(plan['wire'])} --wire {plan['wire']}."
     elif not any(row["strategy"] == "zero3" for row in plan["strategies"]):
         refused = f" zero3 refuses {plan['optimizer']}, which packs its state by blocks."
     return (
@@ -336,6 +389,12 @@ def plan_text(plan: dict[str, Any]) -> str:
         f"{size_text(plan['room_for_state'])} of a GPU; the rest is for activations and CUDA."
         f"{refused}\n"
     )
+
+
+def _refusing(wire: str) -> str:
+    """Returns who refuses a format, as the beginning of a sentence."""
+    names = [name for name in STRATEGIES if not parse_wire(wire).is_had_with(name)]
+    return f"{' and '.join(names)} {'refuse' if len(names) > 1 else 'refuses'}"
 
 
 def _assumption(dtype: str, precision: str) -> str:
