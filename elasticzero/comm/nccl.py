@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -68,9 +67,16 @@ def set_up(device: torch.device) -> None:
 
 def disable_torch_watchdog() -> None:
     """Disables torch's watchdog; call it before the first group of NCCL is made in this process."""
-    os.environ.update(_SETTINGS)
+    odd = {name: value for name, value in _SETTINGS.items() if os.environ.get(name) != value}
+    os.environ.update(odd)  # other threads may read the environment
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def connect_at_once() -> None:
+    """Has NCCL connect the ranks of a communicator as it is made, not in its first collective; call
+    it before the first group of NCCL is made in this process."""
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 
 def failed(groups: Iterable[dist.ProcessGroup]) -> bool:
@@ -86,40 +92,27 @@ def failed(groups: Iterable[dist.ProcessGroup]) -> bool:
     return False
 
 
-POLL_S = 0.002
-"""Pause in seconds between two looks at whether the GPU has come to an event."""
+def connect_beside(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Makes this rank's communicator of a group beside what the GPU and other threads do; returns
+    once all ranks have made theirs. All ranks call this together, once each has heard of all
+    others.
 
-
-def connect_beside(group: dist.ProcessGroup, device: torch.device, limit_s: float) -> None:
-    """Connects the ranks of a group, and makes one collective, beside what the GPU and other
-    threads do; all ranks call this together, once each has heard of all others.
-
-    Communicators come first, and no kernel waits for a rank that still makes its own: that may need
-    the whole GPU to be idle. The collective has a stream of its own, for which no other one waits.
+    No collective is made: a kernel that waits for other ranks would have no common order with those
+    of the training, and each could wait for the other. The main threads make the first one.
 
     Args:
         group: A group of NCCL's that has made no collective, and that torch has no record of.
         device: This rank's GPU.
-        limit_s: Seconds within which the collective must end.
 
     Raises:
-        DistBackendError: A rank is lost, or late; the group is aborted then.
+        DistError: A rank is lost.
     """
-    (backend,) = nccl_backends([group])
-    try:
+    for backend in nccl_backends([group]):
         backend.eager_connect_single_device(device)
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            group.allreduce([torch.zeros(1, device=device)]).wait()
-            done = stream.record_event()
-        deadline_s = time.monotonic() + limit_s
-        while not done.query():
-            if time.monotonic() >= deadline_s:
-                raise dist.DistBackendError(f"nccl: a rank made no collective within {limit_s:g} s")
-            time.sleep(POLL_S)
-    except BaseException:
-        abort([group])
-        raise
+
+
+ABORT_S = 2.0
+"""Time in seconds after which an abort counts as hanging."""
 
 
 def abort(groups: Iterable[dist.ProcessGroup]) -> None:

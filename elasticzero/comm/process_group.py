@@ -144,9 +144,10 @@ class ProcessGroups:
                 self._aborting = abort
 
     def _with_script_groups(self) -> list[dist.ProcessGroup]:
-        """Returns the process groups of this generation, and those that its script has made; the
-        caller has the lock."""
-        return [*(group.process_group for group in self._open.values()), *script_groups()]
+        """Returns the process groups of this generation, and those that its script has made, if
+        this is the world that the script is in; the caller has the lock."""
+        made = [group.process_group for group in self._open.values()]
+        return [*made, *script_groups()] if dist.group.WORLD in made else made
 
     def divide(self, row: int) -> tuple[RankGroup, RankGroup]:
         """Sets up the groups of a world of rows of `row` ranks; all ranks call this together.
@@ -446,6 +447,7 @@ class ProcessGroups:
             self.control_tree, self._store = connected.control_tree, connected._store
             self._open, connected._open = {self.world.name: self.world}, {}
             self._has_met = True
+            connected._shut.set()
 
     def _become_default(self, following: ProcessGroups) -> None:
         """Makes the group of all ranks of another world torch's default group; the caller has both

@@ -115,12 +115,16 @@ class Strategy(Protocol):
 
     divides: bool
     """True if ranks divide the state as soon as there are several."""
-    has_rows: bool
-    """True if they divide parameters too, so that a script may keep some of these."""
+
+    @property
+    def may_be_tied(self) -> bool:
+        """Returns whether `tied_to_world` may say something, the same on all ranks: they divide
+        parameters too, of which a script may keep some, or state moves between GPUs."""
 
     def tied_to_world(self) -> str:
-        """Returns what the script has that another world would make wrong; empty: nothing is known
-        of such a thing. With `has_rows` it looks at all objects of the process: some 30 ms."""
+        """Returns what the script has that another world would make wrong, or what this rank lacks
+        to go over to one; empty: nothing is known of such a thing. With rows of parameters it looks
+        at all objects of the process: some 30 ms."""
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         """Brings this rank what it is to have of the state in the next world, which it has not yet,

@@ -67,7 +67,7 @@ class Replicated:
     """Implements `Strategy`; the model is left as it is."""
 
     shards = 1
-    divides = has_rows = False
+    divides = may_be_tied = False
     tells_waits = True
 
     def __init__(self, setting: Setting) -> None:

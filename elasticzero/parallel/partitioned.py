@@ -35,7 +35,6 @@ from elasticzero.parallel.optimizers.moves import (
     Division,
     PieceState,
     bring,
-    device_with_room,
     plan,
 )
 from elasticzero.parallel.optimizers.piece_entries import (
@@ -484,7 +483,8 @@ class PartitionedOptimizer:
         rank = self._mesh.rank
         spans = following.spans(ranks.index(rank)) if rank in ranks else {}
         group = self._mesh.world_group.process_group
-        room = self.room(spans, device_with_room(self._nbytes(spans), message_device(group)))
+        held = [piece.parameter for piece in self.pieces.values()]
+        room = self.room(spans, held[0].device if held else message_device(group))
         bring(plan(rank, present, following, ranks), rank, self.piece_state, room, group)
         return room
 
@@ -497,11 +497,12 @@ class PartitionedOptimizer:
         """
         return {n: PieceState.empty(s, self._stored_entries(n), device) for n, s in spans.items()}
 
-    def _nbytes(self, spans: Mapping[str, Span]) -> int:
-        """Returns the size in bytes of what is stored of each element of pieces."""
+    @property
+    def nbytes(self) -> int:
+        """Returns the size in bytes of what is stored of each element of this rank's pieces."""
         return sum(
-            len(span) * entry.spec.dtype.itemsize
-            for name, span in spans.items()
+            len(piece.span) * entry.spec.dtype.itemsize
+            for name, piece in self.pieces.items()
             for entry in self._stored_entries(name).values()
             if entry.elementwise
         )

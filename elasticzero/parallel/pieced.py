@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
@@ -11,7 +12,7 @@ from elasticzero.errors import UserError
 from elasticzero.parallel.buckets.plan import BucketPlan
 from elasticzero.parallel.finite import Suspects
 from elasticzero.parallel.mesh import Mesh
-from elasticzero.parallel.optimizers.moves import Division, PieceState
+from elasticzero.parallel.optimizers.moves import CPU, Division, PieceState, lack_of_memory
 from elasticzero.parallel.parameter_changes import ForwardChanges
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.wire.residual import Residual
@@ -22,7 +23,6 @@ class PiecedStrategy:
     """Does what is the same in every `Strategy` whose optimizers work on pieces."""
 
     divides = True
-    has_rows = False
     tells_waits = True
 
     _pieced: PartitionedOptimizer
@@ -33,8 +33,17 @@ class PiecedStrategy:
     _brought: Mapping[str, PieceState] | None = None
     """The state of this rank's pieces of the next world, once it was brought; None: it was not."""
 
+    @property
+    def may_be_tied(self) -> bool:
+        return self._trained_on.type == "cuda"
+
+    @property
+    def _trained_on(self) -> torch.device:
+        """Returns the device of the model's parameters."""
+        return next((p.device for p in self._parameters.values()), CPU)
+
     def tied_to_world(self) -> str:
-        return ""
+        return lack_of_memory(self._pieced.nbytes, self._trained_on)
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         self.settle()

@@ -131,11 +131,13 @@ class Generation:
         return () if self._comparison is None else self._comparison.digests
 
     def _check_introduction(self, text: str) -> None:
-        check_introduction(self.link.assignment, self._digests(), text)
+        device = self.device.type
+        check_introduction(self.link.assignment, self._digests(), device, text)
 
     def _introduce(self, token: str) -> AbstractContextManager[str]:
         """Returns what rank 0 tells the ranks that come into a world of this token."""
-        return introduction(self.link.assignment, self._digests(), token, saves=self.saving)
+        a, device = self.link.assignment, self.device.type
+        return introduction(a, self._digests(), token, device, saves=self.saving)
 
     def _obstacle_of_process(self) -> str:
         """Returns why this process can enter no world in a loop, whatever it trains; empty: it

@@ -89,6 +89,8 @@ def begin_unconnected(link: AgentClient) -> ProcessGroups:
 def _set_up_process(link: AgentClient) -> None:
     """Sets what torch computes with, and tells the agent that this worker obeys it."""
     a = link.assignment
+    if a.changes_with_nccl:
+        nccl.connect_at_once()
     own_threads = "OMP_NUM_THREADS" in os.environ and a.settings.threads is None
     if a.deterministic:
         compute_deterministically(fixed_threads=own_threads)
@@ -327,13 +329,15 @@ class Introduction:
     """Digests of what the ranks have compared in `session.prepare`."""
     saves: bool
     """Checkpoints are written."""
+    device: str
+    """The type of the ranks' devices."""
     shares: bool
     """A file in the checkpoint directory shows whether it is the same one."""
 
 
 @contextmanager
 def introduction(
-    assignment: Assignment, digests: Sequence[int], token: str, *, saves: bool
+    assignment: Assignment, digests: Sequence[int], token: str, device: str, *, saves: bool
 ) -> Iterator[str]:
     """Yields what rank 0 tells ranks that come into a world.
 
@@ -341,6 +345,7 @@ def introduction(
         assignment: That of this rank in the present world.
         digests: Digests of what the ranks have compared in `session.prepare`.
         token: Token of the world.
+        device: The type of this rank's device.
         saves: Whether checkpoints are written.
     """
     url, name = assignment.checkpoint_dir, _shared_name(token)
@@ -348,7 +353,8 @@ def introduction(
     if shares and url is not None:
         where = f"the checkpoint directory {url}"
         within(STORAGE_LIMIT_S, where, lambda: _put(url, name, assignment.node))
-    text = json.dumps(encode(Introduction(digests=tuple(digests), saves=saves, shares=shares)))
+    told = Introduction(digests=tuple(digests), saves=saves, device=device, shares=shares)
+    text = json.dumps(encode(told))
     try:
         yield text
     finally:
@@ -357,12 +363,15 @@ def introduction(
                 within(STORAGE_LIMIT_S, where, lambda: open_storage(url).remove(name))
 
 
-def check_introduction(assignment: Assignment, digests: Sequence[int], text: str) -> None:
+def check_introduction(
+    assignment: Assignment, digests: Sequence[int], device: str, text: str
+) -> None:
     """Raises unless this rank may come into a world inside of the others' loops.
 
     Args:
         assignment: That of this rank in the world.
         digests: Digests of what it would have compared.
+        device: The type of its device.
         text: What rank 0 tells.
 
     Raises:
@@ -372,6 +381,8 @@ def check_introduction(assignment: Assignment, digests: Sequence[int], text: str
     url = assignment.checkpoint_dir
     if told.digests != tuple(digests):
         raise EntryRefused("the script, its options or versions of packages are others here")
+    if told.device != device:
+        raise EntryRefused(f"this rank's device is of type {device}, rank 0's of {told.device}")
     if told.saves and url is None:
         raise EntryRefused("this node has no --checkpoint-dir, and the others have")
     if url is not None and not told.saves:

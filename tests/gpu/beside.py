@@ -51,6 +51,9 @@ def main(rank: int, port_file: str) -> None:
     while groups.control_tree.allreduce_max(int(made.empty())):
         began_s = time.monotonic()
         right &= summed(groups)
+        if groups.device.type == "cuda":  # both wait for all that the GPU does
+            torch.cuda.empty_cache()
+            torch.cuda.synchronize()
         longest_s, beside = max(longest_s, time.monotonic() - began_s), beside + 1
     following = made.get()
     if isinstance(following, BaseException):

@@ -43,9 +43,9 @@ from elasticzero.ipc.messages import Prepare, PrepareFailed, Withdraw
 from elasticzero.rank_groups.group import RankGroup
 from elasticzero.torch_internals.groups import PrefixStore, group_beside
 
-CONNECT_S = 8.0
-"""Time in seconds within which the ranks of the next world must connect. Agents give up after a
-little more."""
+CONNECT_S, CONNECT_GPUS_S = 8.0, 28.0
+"""Time in seconds within which the ranks of the next world must connect by gloo, and by NCCL.
+Agents give up after a little more."""
 Introduce = Callable[[str], AbstractContextManager[str]]
 """Returns, by the token of a world, what rank 0 tells the ranks that come into it before they
 connect; it holds as long as the context is open."""
@@ -152,6 +152,10 @@ class NextWorld:
             obstacle: Why no world can be entered inside of a loop; empty: nothing prevents it.
         """
         self._link, self._device = link, device
+        on_gpu = device.type == "cuda"
+        self._limit_s = CONNECT_GPUS_S if on_gpu else CONNECT_S
+        self._end_s = nccl.ABORT_S if on_gpu else DESTROY_TIMEOUT_S
+        """Seconds for which the end of groups is waited for."""
         self._lock = threading.Lock()
         self._offer = Offer()
         self._count = 0
@@ -265,7 +269,7 @@ class NextWorld:
 
         try:
             with told:
-                groups = connect_beside(info, self._device, CONNECT_S, reached)
+                groups = connect_beside(info, self._device, self._limit_s, reached)
         except Exception as error:  # noqa: BLE001 - the top of a thread: told to the agent
             reason = one_line(error)
 
@@ -375,7 +379,7 @@ class NextWorld:
         self.abandon()
         self._end_before()
         for thread in self._threads:
-            thread.join(DESTROY_TIMEOUT_S)
+            thread.join(self._end_s)
 
 
 def connect_beside(
@@ -398,7 +402,7 @@ def connect_beside(
         reached: Is called with the store that the wait depends on; closing it ends the wait.
 
     Returns:
-        The groups, whose ranks have all made one collective.
+        The groups, whose ranks are all connected.
     """
     hurried = info
     if limit_s is not None:
@@ -421,7 +425,7 @@ def connect_beside(
                 device,
             )
             if device.type == "cuda":
-                nccl.connect_beside(group, device, patience_s)
+                nccl.connect_beside(group, device)
             else:
                 group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=patience_s))
         undo.pop_all()

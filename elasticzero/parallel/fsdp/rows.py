@@ -46,10 +46,16 @@ def room(specs: Mapping[str, Spec], ranks: int, held: Callable[[str], Tensor]) -
         held: Returns the elements of a parameter that a rank has now, beside which they will lie.
     """
     sizes = {name: len(fsdp_rows(spec.shape, ranks, 0)) for name, spec in specs.items()}
-    return {
-        name: torch.zeros(sizes[name], dtype=spec.dtype, device=held(name).device)
-        for name, spec in specs.items()
-    }
+    rows: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        beside = held(name)
+        rows[name] = torch.zeros(
+            sizes[name],
+            dtype=spec.dtype,
+            device=beside.device,
+            pin_memory=not beside.is_cuda and beside.is_pinned(),
+        )
+    return rows
 
 
 def bring_rows(

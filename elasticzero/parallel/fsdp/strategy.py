@@ -35,7 +35,7 @@ from elasticzero.parallel.gradients import GradientHook, check_frozen, check_hoo
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.mirror import Mirror, MirroredChunk, Mirrors
 from elasticzero.parallel.optimizers.groups import Optimizers, open_optimizers
-from elasticzero.parallel.optimizers.moves import Division, PieceState
+from elasticzero.parallel.optimizers.moves import Division, PieceState, lack_of_memory
 from elasticzero.parallel.optimizers.pieces import ParameterPiece, PartitionedGroup
 from elasticzero.parallel.optimizers.state import working_dtype
 from elasticzero.parallel.parameter_changes import (
@@ -84,7 +84,6 @@ class FullyPartitioned(PiecedStrategy):
     """Implements `Strategy`."""
 
     tells_waits = False
-    has_rows = True
 
     def __init__(self, setting: Setting) -> None:
         check_hooks(setting.named.parameters, "zero3")
@@ -464,10 +463,16 @@ class FullyPartitioned(PiecedStrategy):
             self._uses.divide_anew(mesh, rows)
         watch_rows(self._parameters.values())
 
+    @property
+    def may_be_tied(self) -> bool:
+        return True
+
     def tied_to_world(self) -> str:
         pieces = self._pieced.pieces.values()
         tensors = [t for piece in pieces for t in (piece.parameter, piece.values) if t is not None]
-        return tie_to_world(self._uses.groups, tensors)
+        held = self._pieced.nbytes + sum(self._held(name).nbytes for name in self._divided())
+        why = tie_to_world(self._uses.groups, tensors)
+        return why or lack_of_memory(held, self._device)
 
     def _divided(self) -> dict[str, Spec]:
         """Returns the parameters that have rows."""

@@ -25,13 +25,14 @@ from elasticzero.parallel.optimizers.piece_entries import KeptEntry
 from elasticzero.rank_groups.group import message_device
 from elasticzero.spans import EMPTY, Span, intersect
 from elasticzero.step_clock import wait_for
+from elasticzero.text import size_text
 
 TAG = 0x657C
 """Keeps these messages apart from those of gradients, of parameters and of a script."""
 CPU = torch.device("cpu")
-COPIES = 3
-"""A part of the state lies in so many places at most while it is brought: what comes, its place,
-and what this rank sends."""
+COPIES = 4
+"""So many times its own part of the state is what a rank needs at most while state moves, where the
+next world has half as many ranks at least: what comes, its place, and what it sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,19 +226,20 @@ def _message(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat([part.to(device).contiguous().view(torch.uint8) for part in parts])
 
 
-def device_with_room(nbytes: int, device: torch.device) -> torch.device:
-    """Returns the device where so many bytes of state are brought to: this one, or the CPU where
-    a GPU has too little memory for them.
+def lack_of_memory(nbytes: int, device: torch.device) -> str:
+    """Returns why a rank cannot bring state of its own to others; empty: it can.
 
     Args:
-        nbytes: Size of what a rank is to have.
-        device: The device of messages.
+        nbytes: Size of the rank's part.
+        device: Where it lies; only memory of a GPU is looked at.
     """
     if device.type != "cuda":
-        return device
+        return ""
     free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return device if free + cached >= COPIES * nbytes else CPU
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free >= COPIES * nbytes:
+        return ""
+    return f"its GPU has {size_text(free)} left, and state of {size_text(nbytes)} has to move"
 
 
 def _give_out(message: Tensor, parts: Sequence[Tensor]) -> None:

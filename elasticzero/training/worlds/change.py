@@ -9,6 +9,7 @@ Rules:
       or asks for a checkpoint, none does. Where others come into the world, none does at the end of
       a loop or of an epoch whose function is to be called, nor where a checkpoint is due: there a
       rank that comes to the boundary by a restore would do other things than those that are there.
+      Likewise where state moves and a GPU has too little memory for it.
  WC3  What scripts have asked to be saved at that boundary is exchanged before, in the old world,
       so that nothing that a rank which leaves has asked for is lost.
  WC4  Where ranks divide the state, or keep what they have not sent of gradients, each that stays
@@ -120,7 +121,7 @@ class WorldChange:
         """
         enters, failure = word.prepared and not word.flags and not word.asks, ""
         joins = self._next.joins
-        if enters and (joins or parts.strategy.has_rows):
+        if enters and (joins or parts.strategy.may_be_tied):
             failure, copy = parts.strategy.tied_to_world(), admits() if joins else None
             if copy is not None and not failure:
                 failure = self._capture_for_others(parts, copy)
@@ -159,6 +160,7 @@ class WorldChange:
             DistBackendError: A rank is lost; nothing has changed.
         """
         if not (parts.strategy.divides or parts.strategy.residual.is_kept):
+            self._groups.drain_sends()  # a rank that leaves ends its communicator
             return
         groups, place = self._groups, offer.assignment
         following = torch.zeros(groups.rank_info.world_size, dtype=torch.int64)

@@ -57,8 +57,9 @@ from elasticzero.launcher.protocol.view import GroupOrder, GroupOutcome, View
 PLAN_S = 2.0
 """Maximum seconds for which a node that is to leave waits for a proposal, and for which the leader
 of a new world waits until it can propose another size."""
-PREPARE_S = 10.0
-"""Seconds after which a proposal is withdrawn that the workers have not followed."""
+PREPARE_S, PREPARE_GPUS_S = 10.0, 30.0
+"""Seconds after which a proposal is withdrawn that the workers have not followed; the second where
+they may use NCCL."""
 COME_S = 300.0
 """Seconds that the scripts of nodes that come in may take until they are ready."""
 PLAN_SHARE, PREPARE_SHARE = 0.25, 0.5
@@ -312,8 +313,9 @@ def _objection(
         limit_s = PREPARE_S if others_wait and view.members is not None else COME_S
         late = waited_s >= limit_s
         return f"{coming[0].node} was not ready within {limit_s:g} s" if late else ""
-    if waited_s >= PREPARE_S:
-        return f"not all workers were prepared within {PREPARE_S:g} s"
+    limit_s = PREPARE_GPUS_S if policy.changes_inside == "on" else PREPARE_S
+    if waited_s >= limit_s:
+        return f"not all workers were prepared within {limit_s:g} s"
     return ""
 
 

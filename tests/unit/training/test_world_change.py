@@ -90,7 +90,7 @@ def test_a_world_is_entered_by_a_word_that_says_nothing_else(
     word: ControlWord, enters: bool
 ) -> None:
     following = Next()
-    whole: Any = SimpleNamespace(strategy=SimpleNamespace(has_rows=False))
+    whole: Any = SimpleNamespace(strategy=SimpleNamespace(may_be_tied=False))
     world_change(following).decide(word, whole, lambda: None)
     assert following.entered == enters
 
@@ -101,7 +101,7 @@ def test_a_world_is_entered_by_a_word_that_says_nothing_else(
 def test_ranks_stay_where_the_script_of_any_keeps_rows(why: str, others: int, reason: str) -> None:
     """The one whose script does so says why the world is not entered."""
     following = Next()
-    rows: Any = SimpleNamespace(has_rows=True, tied_to_world=lambda: why)
+    rows: Any = SimpleNamespace(may_be_tied=True, tied_to_world=lambda: why)
     tree = SimpleNamespace(allreduce_max=lambda number: max(number, others))
     nothing: Any = None
     groups: Any = SimpleNamespace(control_tree=tree)

@@ -24,7 +24,7 @@ from elasticzero.parallel.optimizers.moves import (
     Move,
     PieceState,
     bring,
-    device_with_room,
+    lack_of_memory,
     plan,
 )
 from elasticzero.parallel.optimizers.piece_entries import KeptEntry
@@ -200,16 +200,16 @@ def test_an_optimizer_that_keeps_nothing_sends_nothing(monkeypatch: pytest.Monke
         bring(planned, rank, held.__getitem__, room, group)
 
 
-@pytest.mark.parametrize(("free", "cached", "stays"), [(29, 0, False), (10, 20, True)])
-def test_state_comes_to_a_gpu_that_has_room_for_it(
-    monkeypatch: pytest.MonkeyPatch, free: int, cached: int, stays: bool
+@pytest.mark.parametrize(("free", "cached", "lacks"), [(39, 0, True), (10, 30, False)])
+def test_state_moves_where_a_gpu_has_room_for_it(
+    monkeypatch: pytest.MonkeyPatch, free: int, cached: int, lacks: bool
 ) -> None:
-    gpu = torch.device("cuda", 0)
-    assert device_with_room(10, CPU) == CPU
+    assert lack_of_memory(10, CPU) == ""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 + cached)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
-    assert device_with_room(10, gpu) == (gpu if stays else CPU)
+    why = lack_of_memory(10, torch.device("cuda", 0))
+    assert why == ("its GPU has 39 B left, and state of 10 B has to move" if lacks else "")
 
 
 def owned_by(owner: int) -> Division:
