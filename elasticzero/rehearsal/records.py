@@ -93,6 +93,8 @@ class RunResult:
     virtual_batch: bool
     batch_norm: bool
     half_parameters: bool
+    wire: str = "fp32"
+    """the format of gradients between ranks"""
 
 
 def header_line(header: Header) -> str:

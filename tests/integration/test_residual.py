@@ -16,7 +16,7 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import SCRIPTS, Story, story
 from tests.integration.clusters import elasticzero as command
 from tests.integration.scripts.weightless import GLOBAL_BATCH, SAMPLES, gradients
-from tests.support.cases import slow
+from tests.support.cases import option_text, slow
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -101,6 +101,7 @@ def train(tmp_path: Path, job: str, etcd: EtcdServer) -> Train:
         slow("ddp", ("--wire", "powersgd:2", "--changes-inside", "off")),
         slow("zero1", ("--wire", "int8", "--changes-inside", "off")),
     ],
+    ids=option_text,
 )
 def test_nodes_that_leave_and_come_lose_nothing(
     strategy: str, options: tuple[str, ...], train: Train
@@ -118,6 +119,7 @@ def test_nodes_that_leave_and_come_lose_nothing(
         slow("zero2", ("--wire", "int4", "--snapshot-every", "3")),
         slow("zero1", ("--wire", "powersgd:2")),
     ],
+    ids=option_text,
 )
 def test_a_snapshot_has_what_a_lost_node_had(
     strategy: str, options: tuple[str, ...], train: Train
@@ -139,6 +141,7 @@ def test_a_snapshot_has_what_a_lost_node_had(
         slow("zero2", ("--wire", "int8", "--redundancy", "mirror")),
         slow("zero1", ("--wire", "int8", "--shard", "node", "--nproc-per-node", "2")),
     ],
+    ids=option_text,
 )
 def test_what_a_lost_node_had_is_said_where_no_step_is_made_again(
     strategy: str, options: tuple[str, ...], train: Train

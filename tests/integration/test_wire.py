@@ -11,7 +11,7 @@ import elasticzero
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from tests.integration.clusters import SCRIPTS, story
 from tests.integration.test_elastic_training import check_samples
-from tests.support.cases import slow
+from tests.support.cases import option_text, slow
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -30,6 +30,7 @@ CLOSE = {"bf16": 0.02, "int8": 0.02, "fp8": 0.02, "int4": 0.2, "topk:0.2": 0.2, 
         ("zero2", ("--wire", "topk:0.2")),
         slow("zero2", ("--wire", "int4", "--shard", "node", "--nproc-per-node", "2")),
     ],
+    ids=option_text,
 )
 def test_nodes_die_come_and_leave_with_encoded_gradients(
     strategy: str,

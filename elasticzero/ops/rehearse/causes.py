@@ -35,6 +35,7 @@ WORDS = Paragraph(REHEARSE, "How to read the words")
 NOT_KEPT = Paragraph(REHEARSE, "Where all came back, and numbers differ")
 UNEQUAL = Paragraph(REHEARSE, "Where two undisturbed runs differ")
 COMPARED = Paragraph(REHEARSE, "What is compared")
+WIRES = Paragraph("docs/slow-networks.md", "What to know")
 SAMPLES = Paragraph("docs/data.md", "What a resume reads again")
 
 
@@ -87,6 +88,7 @@ class Reason(enum.Enum):
     DRAWS = "draws at random"
     RESEEDED = "draws from generators that begin anew"
     BATCH_NORM = "statistics of a batch"
+    WIRE = "gradients are encoded"
     NO_NUDGE = "no measure of rounding"
 
 
@@ -169,6 +171,12 @@ CAUSES = {
         "BatchNorm's statistics are of one rank's samples; give session.batches virtual_batch= to "
         "compare",
         WORLDS,
+    ),
+    Reason.WIRE: Cause(
+        Outcome.NOT_COMPARABLE,
+        "with --wire {wire} other ranks leave out other parts of gradients, which come in later "
+        "steps",
+        WIRES,
     ),
     Reason.NO_NUDGE: Cause(
         Outcome.NOT_COMPARABLE,

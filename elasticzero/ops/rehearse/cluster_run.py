@@ -25,6 +25,7 @@ from elasticzero.launcher.protocol.documents import Control
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.ops.rehearse.runs import AGREED, JOIN, KILL_NODE, Run
+from elasticzero.options.wire import EXACT
 from elasticzero.rehearsal.plan import VARIABLE, Plan
 from elasticzero.rehearsal.records import Header, RunResult, StepRecord, parse_lines
 
@@ -70,6 +71,8 @@ class Stage:
     """True: neither the script nor a module beside it imports this package."""
     silence_s: float
     """Seconds after which a run without a new record has failed."""
+    wire: str = str(EXACT)
+    """The format of gradients between ranks."""
 
 
 @dataclass(slots=True)
@@ -150,7 +153,7 @@ class FaultedJob:
             "off",
         ]
         options += ["--nnodes", f"{run.world}:{run.world}", "--nproc-per-node", "1"]
-        options += ["--strategy", run.strategy, "--snapshot-every", "1"]
+        options += ["--strategy", run.strategy, "--snapshot-every", "1", "--wire", stage.wire]
         return [*options, stage.script, *stage.arguments]
 
     def carry_out(self) -> RunResult:
@@ -180,6 +183,7 @@ class FaultedJob:
             virtual_batch=header.virtual_batch,
             batch_norm=header.batch_norm,
             half_parameters=header.half_parameters,
+            wire=self._stage.wire,
         )
 
     @contextmanager

@@ -41,6 +41,7 @@ from elasticzero.ops.rehearse.script_imports import imports_elasticzero
 from elasticzero.ops.rehearse.table import render
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.values import Number, expanded_path
+from elasticzero.options.wire import EXACT, wire_of
 from elasticzero.rehearsal.records import RunResult
 from elasticzero.spans import STRATEGIES
 from elasticzero.text import (
@@ -103,6 +104,15 @@ OPTIONS = grouped(
         parse=_STEPS,
         has_variable=False,
         is_listed=True,
+    ),
+    Option(
+        ("--wire",),
+        "Ranks send gradients in this format, as in `elasticzero run`. Of what follows a fault "
+        "numbers are compared only where they are those of the same ranks.",
+        str(EXACT),
+        metavar="FORMAT",
+        parse=wire_of,
+        has_variable=False,
     ),
     Option(
         ("--timeout",),
@@ -176,6 +186,7 @@ class Choice:
     faults: tuple[str, ...]
     steps: int
     silence_s: float
+    wire: str
 
 
 def chosen(args: argparse.Namespace) -> Choice:
@@ -189,6 +200,7 @@ def chosen(args: argparse.Namespace) -> Choice:
         faults=_named("--faults", args.faults, FAULTS),
         steps=_STEPS("--steps", args.steps),
         silence_s=_SECONDS("--timeout", args.timeout),
+        wire=str(wire_of("--wire", args.wire)),
     )
     for fault in choice.faults:
         if not any(can_happen(fault, world) for world in worlds):
@@ -320,6 +332,7 @@ def _stage(choice: Choice, log_dir: str | None) -> Iterator[Stage]:
             job=job,
             is_foreign=not imports_elasticzero(Path(choice.script)),
             silence_s=choice.silence_s,
+            wire=choice.wire,
         )
 
 

@@ -40,6 +40,7 @@ from elasticzero.ops.rehearse.results import (
     Outcome,
     Verdict,
 )
+from elasticzero.options.wire import parse_wire
 from elasticzero.rehearsal.records import RunResult
 from elasticzero.text import count_text
 
@@ -274,10 +275,16 @@ def _values(run: Run, controls: Controls) -> Verdict:
     if difference is not None:
         if difference.step <= series.undisturbed_steps:
             return verdict(Reason.BEFORE_FAULT, text=difference)
-        return _differs(difference)
+        return _wire(run) or _differs(difference)
     if from_step is None:
         return Verdict(Outcome.EQUAL)
-    return _unexplained(run, controls) or _rounding(run, controls, from_step)
+    return _wire(run) or _unexplained(run, controls) or _rounding(run, controls, from_step)
+
+
+def _wire(run: Run) -> Verdict | None:
+    """Returns the verdict on a run whose ranks encode gradients; None: they do not."""
+    wire = run.result.wire
+    return verdict(Reason.WIRE, wire=wire) if parse_wire(wire).is_lossy else None
 
 
 def _exact_steps(run: Run, controls: Controls, from_step: int | None) -> list[int]:

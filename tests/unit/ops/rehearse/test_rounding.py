@@ -143,6 +143,22 @@ def test_what_depends_on_the_world_is_not_comparable(
     assert other_world(job, lost, **change).outcome is Outcome.DIFFERS
 
 
+def test_what_follows_a_fault_is_not_comparable_where_gradients_are_encoded() -> None:
+    job, moves = plain_job(), moved(plain_job(), 7, 0.1)
+    verdict = other_world(job, moves, wire="int8")
+    assert verdict.outcome is Outcome.NOT_COMPARABLE
+    assert verdict.note.startswith("with --wire int8 other ranks leave out other parts")
+    assert other_world(job, moves, wire="fp32").outcome is Outcome.DIFFERS
+    lost = replace(job, states=[{**s, ("buffer", "head.calls"): 0} for s in job.states])
+    assert other_world(job, lost, wire="int8").outcome is Outcome.DIFFERS
+    records = job.generation(1, 2, 0, 6)
+    same = records + job.generation(2, 2, 6, STEPS)
+    assert same_world(job, same, wire="int8") == Verdict(Outcome.EQUAL)
+    other = records + moves.generation(2, 2, 6, STEPS)
+    assert same_world(job, other, wire="int8").outcome is Outcome.NOT_COMPARABLE
+    assert same_world(job, other).outcome is Outcome.DIFFERS
+
+
 def test_draws_are_compared_where_the_world_stays() -> None:
     job = replace(plain_job(), draws=True)
     records = job.generation(1, 2, 0, 6) + job.generation(2, 2, 6, STEPS)
