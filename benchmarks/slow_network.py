@@ -47,13 +47,6 @@ class Measured:
     torch_s: float
 
 
-def _reference(wire: Wire) -> str:
-    """Returns what torch has that is nearest to a wire: its hook for bf16 needs NCCL."""
-    if wire.format == "powersgd":
-        return f"DDP in {wire}"
-    return "DDP in fp16" if wire.is_lossy else "DDP"
-
-
 class SlowNetworks(Networks):
     """Limits what each node sends."""
 
@@ -84,7 +77,7 @@ def measure(strategy: str, wire: Wire, order: argparse.Namespace) -> Measured:
         SystemExit: The job failed; its logs are left, and the message has their place.
     """
     runs = Path(tempfile.mkdtemp(prefix="elasticzero-slow-"))
-    out, reference = runs / "seconds.json", _reference(wire)
+    out, reference = runs / "seconds.json", "DDP in fp16" if wire.is_lossy else "DDP"
     job, networks = f"slow-{strategy}-{wire.format}", SlowNetworks(order.link)
     try:
         with EtcdServer(address=networks.address) as etcd:

@@ -17,14 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from training_steps import Step, fully_sharded, strategy_step, torch_step
 
 DEEPSPEED = "DeepSpeed "
-POWERSGD = "DDP in powersgd:"
 """Before the stage, in the name of a contender."""
 BLOCKS = 4
 SAMPLES = 4096
@@ -85,14 +83,6 @@ def contender(name: str, width: int, max_norm: float | None = None) -> Step:
     if name == "DDP in fp16":
         replicated = DistributedDataParallel(model)
         replicated.register_comm_hook(None, fp16_compress_hook)
-        return torch_step(replicated, adam(model.parameters()), max_norm)
-    if name.startswith(POWERSGD):
-        replicated = DistributedDataParallel(model)
-        rank = int(name.removeprefix(POWERSGD))
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=2
-        )
-        replicated.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return torch_step(replicated, adam(model.parameters()), max_norm)
     if name == "DDP + ZRO":
         parted = ZeroRedundancyOptimizer(

@@ -1,10 +1,10 @@
-"""Compares what a small GPT has learnt with each `--wire`, through faults, with the plain one.
+"""Compares what a small GPT has learnt with each `--wire`, through faults and without.
 
     python benchmarks/wire_loss.py [--wires fp32,int8] [--seeds 3] [--steps 200] [--record]
 
-Each run trains `examples/gpt.py` on two nodes of this machine, on equal samples. Two workers and a
-node are killed on the way, and a node comes in its place. The loss is that of validation samples
-after the last step; its spread is that of the seeds.
+Each run trains `examples/gpt.py` on two nodes of this machine, on equal samples. In every other run
+two workers and a node are killed on the way, and a node comes in its place. The loss is that of
+validation samples after the last step; its spread is that of the seeds.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def rows(learnt: Sequence[Learnt]) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--wires", default="fp32,int8,int4,topk:0.01", help="by commas")
+    parser.add_argument("--wires", default="fp32,int8,int4,topk:0.01", help="by commas, fp32 first")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
     parser.add_argument("--steps", type=int, default=200, help="of one run")
     parser.add_argument("--record", action="store_true", help="write the table and the figures")
     options = parser.parse_args()
-    cases = [("fp32", False)]
-    cases += [(str(wire_of("--wires", text)), True) for text in options.wires.split(",")]
+    wires = [str(wire_of("--wires", text)) for text in options.wires.split(",")]
+    cases = [(wire, has_faults) for wire in wires for has_faults in (False, True)]
     learnt = []
     for wire, has_faults in cases:
         losses = [
