@@ -82,6 +82,8 @@ class Setting:
     """Rank that keeps a live copy of this one's part; None: none does."""
     one_release: bool = True
     """No rank is of the release before."""
+    by_node: bool = False
+    """Each node holds the whole state, as soon as there are several."""
 
     @property
     def ranks_of_one_release(self) -> int:
@@ -121,10 +123,14 @@ class Strategy(Protocol):
         """Returns whether `tied_to_world` may say something, the same on all ranks: they divide
         parameters too, of which a script may keep some, or state moves between GPUs."""
 
-    def tied_to_world(self) -> str:
+    def tied_to_world(self, growth: float = 1.0) -> str:
         """Returns what the script has that another world would make wrong, or what this rank lacks
         to go over to one; empty: nothing is known of such a thing. With rows of parameters it looks
-        at all objects of the process: some 30 ms."""
+        at all objects of the process: some 30 ms.
+
+        Args:
+            growth: By what this rank's part of the state is multiplied there.
+        """
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         """Brings this rank what it is to have of the state in the next world, which it has not yet,

@@ -131,7 +131,7 @@ class Replicated:
         )
         self._gradients = BucketQueue(self._sums)
 
-    def tied_to_world(self) -> str:
+    def tied_to_world(self, growth: float = 1.0) -> str:
         return ""
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:

@@ -42,8 +42,8 @@ class PiecedStrategy:
         """Returns the device of the model's parameters."""
         return next((p.device for p in self._parameters.values()), CPU)
 
-    def tied_to_world(self) -> str:
-        return lack_of_memory(self._pieced.nbytes, self._trained_on)
+    def tied_to_world(self, growth: float = 1.0) -> str:
+        return lack_of_memory(self._pieced.nbytes, growth, self._trained_on)
 
     def bring_state(self, ranks: Sequence[int | None], plan: BucketPlan | None = None) -> None:
         self.settle()

@@ -14,8 +14,8 @@ from elasticzero.spans import STRATEGIES
 
 def create(name: str, setting: Setting) -> Strategy:
     """Returns the strategy of this name; the model is on its device already."""
-    by_node, mirrored = setting.place.replicas > 1, setting.mirrored_by is not None
-    check_options(name, setting.options, mirrored=mirrored, by_node=by_node)
+    mirrored = setting.mirrored_by is not None
+    check_options(name, setting.options, mirrored=mirrored, by_node=setting.by_node)
     if name == "ddp":
         from elasticzero.parallel.ddp import Replicated
 
@@ -44,7 +44,7 @@ def check_options(
         strategy: The strategy's name.
         options: The training options.
         mirrored: Whether each rank's part has a live copy, though not every rank keeps one.
-        by_node: Whether each of several nodes holds the whole state.
+        by_node: Whether each node holds the whole state (`--shard node`).
 
     Raises:
         UserError: The strategy sums in an order that depends on the world, or keeps no live copies

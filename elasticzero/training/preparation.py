@@ -176,6 +176,7 @@ def prepare_training(
         agreement=rows.agreement,
         bucket_plan=plan(),
         options=assignment,
+        by_node=assignment.shard == "node",
         cpu_offload=place.cpu_offload,
         mirrors=assignment.mirrors,
         mirrored_by=assignment.mirrored_by,

@@ -111,7 +111,7 @@ def refusals(
                 name,
                 assignment,
                 mirrored=assignment.mirrored_by is not None,
-                by_node=assignment.shard == "node" and assignment.nodes > 1,
+                by_node=assignment.shard == "node",
             )
         except UserError as error:
             errors[name] = error

@@ -74,6 +74,12 @@ class FakeGroup:
         call.wait()
         return None
 
+    def broadcast(self, tensor: Tensor, group: Any = None, group_src: int = 0) -> None:
+        def put(tensors: list[Tensor]) -> None:
+            tensor.copy_(tensors[group_src])
+
+        self.begin(f"broadcast {group}", tensor, put).wait()
+
     def begin_messages(self, messages: list[Message]) -> list[Message]:
         for message in messages:
             message.begin(self)
@@ -147,6 +153,7 @@ class Message:
 def patched(made: FakeGroup, patch: pytest.MonkeyPatch) -> FakeGroup:
     """Puts the collectives of `made` in the place of torch's."""
     patch.setattr(dist, "all_reduce", made.all_reduce)
+    patch.setattr(dist, "broadcast", made.broadcast)
     patch.setattr(dist, "P2POp", Message)
     patch.setattr(dist, "batch_isend_irecv", made.begin_messages)
     patch.setattr(reduce_scatter, "begin_reduce_scatter", made.begin_reduce_scatter)

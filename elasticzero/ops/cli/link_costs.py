@@ -1,9 +1,9 @@
 """Estimates for `elasticzero plan --link` how long the messages of a step take between nodes. Pure.
 
 What counts is what a node sends to others, which its link has to carry; within a node nothing is
-slow. Messages as they are go round all ranks in a ring, in which one link leads out of each node;
-encoded ones go from each rank to each other one. It is taken that nothing is computed while they
-are under way, so that a step is rather shorter than estimated.
+slow. Messages as they are, and the factors of powersgd, go round all ranks in a ring, in which one
+link leads out of each node; other encoded ones go from each rank to each other one. It is taken
+that nothing is computed while they are under way, so that a step is rather shorter than estimated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elasticzero.options.wire import VALUE_BYTES, Wire, parse_wire
+from elasticzero.options.wire import EXACT, LEAST_GAIN, VALUE_BYTES, Wire, parse_wire
 from elasticzero.text import span_text, table_text
 
 WIRES = ("fp32", "bf16", "int8", "int4", "powersgd:4", "topk:0.01")
@@ -23,6 +23,9 @@ LONGEST = 1.25
 """A step takes so many times its own computation at most with a format that is recommended."""
 BLOCK_MATRICES = 12
 """A block of a transformer has so many times the square of its width of parameters."""
+FACTOR_HALVES = 2.5
+"""Halves of an all-reduce that the two factors take on average: two, and the left one goes from one
+rank to all besides."""
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -75,8 +78,25 @@ def sent_bytes(strategy: str, cluster: Cluster, wire: Wire, *, by_node: bool) ->
         return round(2 * gradients)
     if strategy == "zero3":
         return round(gradients + 2 * ring * cluster.elements * cluster.gathered_bytes)
-    halves = 2 if wire.format == "powersgd" else 1  # it sums all of a matrix on each rank
+    halves = 2 if _factors(cluster, wire) else 1  # it sums all of a matrix on each rank
     return round(halves * gradients + ring * whole)
+
+
+def is_encoded(cluster: Cluster, wire: Wire) -> bool:
+    """Returns whether gradients of such parameters are encoded."""
+    if cluster.element_bytes <= 2 or not wire.is_lossy:
+        return False
+    return wire.format != "powersgd" or _factors(cluster, wire) > 0
+
+
+def _factors(cluster: Cluster, wire: Wire) -> float:
+    """Returns the size of the two factors of a matrix as a share of it, where it is sent so; 0: it
+    is not. The matrices are taken to be square."""
+    if wire.format != "powersgd":
+        return 0.0
+    width = math.sqrt(max(cluster.layer, BLOCK_MATRICES) / BLOCK_MATRICES)
+    share = 2 * wire.rank / width
+    return share if LEAST_GAIN * share <= 1 else 0.0
 
 
 def _of_gradients(cluster: Cluster, wire: Wire, ranks: int, per_node: int) -> float:
@@ -89,43 +109,44 @@ def _of_gradients(cluster: Cluster, wire: Wire, ranks: int, per_node: int) -> fl
         per_node: How many of them a node has.
     """
     elements, ring = cluster.elements, (ranks - 1) / ranks
-    if not wire.is_lossy:
+    if not is_encoded(cluster, wire):
         return elements * cluster.element_bytes * ring
-    if wire.format == "powersgd":
-        width = math.sqrt(max(cluster.layer, BLOCK_MATRICES) / BLOCK_MATRICES)
-        return elements * VALUE_BYTES * min(2 * wire.rank / width, 1.0) * ring
+    if factors := _factors(cluster, wire):
+        return elements * VALUE_BYTES * FACTOR_HALVES / 2 * factors * ring
     return elements * wire.sent_bytes * per_node * (ranks - per_node) / ranks
 
 
+def formats(wire: Wire, cluster: Cluster) -> list[Wire]:
+    """Returns the formats that are compared: those which encode gradients of such a model, and the
+    one that is asked for."""
+    compared = [parse_wire(name) for name in dict.fromkeys((*WIRES, str(wire)))]
+    return [one for one in compared if one in (EXACT, wire) or is_encoded(cluster, one)]
+
+
 def costs(
-    cases: Sequence[tuple[str, str | None]],
+    cases: Sequence[tuple[str, str | None, Wire]],
     cluster: Cluster,
-    wire: Wire,
     link: float,
     step_s: float | None,
 ) -> dict[str, Any]:
     """Returns what each format costs with each strategy, and which one is recommended.
 
     Args:
-        cases: Strategies that fit, with their `--shard`.
+        cases: Strategies with their `--shard` and a format of `formats`, which fit together.
         cluster: The nodes and the model.
-        wire: A format that is compared besides.
         link: Bits that a node can send in a second.
         step_s: Seconds that a step computes; None: that is not known, and nothing is recommended.
     """
-    names = dict.fromkeys((*WIRES, str(wire)))
     rows = [
         {
             "strategy": strategy,
             "shard": shard,
-            "wire": name,
-            "sent": (sent := sent_bytes(strategy, cluster, one, by_node=shard == "node")),
+            "wire": str(wire),
+            "sent": (sent := sent_bytes(strategy, cluster, wire, by_node=shard == "node")),
             "link_s": 8 * sent / link,
             "step_s": None if step_s is None else step_s + 8 * sent / link,
         }
-        for strategy, shard in cases
-        for name in names
-        if (one := parse_wire(name)).is_had_with(strategy, by_node=shard == "node")
+        for strategy, shard, wire in cases
     ]
     best = None if step_s is None else _recommended(rows, step_s)
     return {"bits_per_s": link, "computed_s": step_s, "rows": rows, "recommended": best}
@@ -134,7 +155,7 @@ def costs(
 def _recommended(rows: Sequence[Mapping[str, Any]], step_s: float) -> Mapping[str, Any] | None:
     """Returns the row whose format loses least where a step is short enough, else the one of the
     shortest step; None: there are no rows."""
-    for name in WIRES:
+    for name in dict.fromkeys((*WIRES, *(row["wire"] for row in rows))):
         near = [row for row in rows if row["wire"] == name and row["step_s"] <= LONGEST * step_s]
         if near:
             return min(near, key=lambda row: row["step_s"])
@@ -149,7 +170,10 @@ def costs_text(link: Mapping[str, Any], speed: str) -> str:
         speed: The speed of the link, as the user has written it.
     """
     rows = link["rows"]
-    names = list(dict.fromkeys(row["wire"] for row in rows))
+    if not rows:
+        return "No strategy fits whose messages could be compared.\n"
+    present = {row["wire"] for row in rows}
+    names = [name for name in dict.fromkeys((*WIRES, *present)) if name in present]
     pairs = list(dict.fromkeys((row["strategy"], row["shard"]) for row in rows))
     seconds = {(row["strategy"], row["shard"], row["wire"]): row["link_s"] for row in rows}
     lines = [
@@ -163,13 +187,11 @@ def costs_text(link: Mapping[str, Any], speed: str) -> str:
     if link["computed_s"] is None:
         return text + "With --step-time S, what a step computes, plan recommends one.\n"
     best = link["recommended"]
-    if best is None:
-        return text
     shard = f" --shard {best['shard']}" if best["shard"] is not None else ""
     many = best["step_s"] / link["computed_s"]
     return (
         f"{text}Recommended: --strategy {best['strategy']}{shard} --wire {best['wire']}. A step "
-        f"then takes about {span_text(best['step_s'])}, {many:.2g} times what it computes. What a "
+        f"then takes about {span_text(best['step_s'])}, {many:.1f} times what it computes. What a "
         "format loses, docs/slow-networks.md says.\n"
     )
 

@@ -273,14 +273,7 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
     shards = _shards(args)
     rows = []
     for strategy, shard in _cases(kept.strategies, shards, args.wire):
-        line_up = LineUp(
-            nodes=args.nodes,
-            ranks_per_node=args.gpus,
-            shard=shard or "world",
-            bucket_bytes=args.bucket_bytes,
-            mirrored=args.redundancy == "mirror",
-            sent_bytes=args.wire.sent_bytes,
-        )
+        line_up = _line_up(args, shard, args.wire)
         memory = rank_memory(strategy, model, kept, line_up, offloaded=args.cpu_offload)
         rows.append(
             {
@@ -321,9 +314,36 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
             gathered_bytes=min(element_bytes, forward_bytes),
             layer=layer,
         )
-        fitting = [(row["strategy"], row["shard"]) for row in rows if row["fits"]]
-        plan["link"] = link_costs.costs(fitting, cluster, args.wire, args.link[1], args.step_time)
+        fitting = [
+            (strategy, shard, wire)
+            for wire in link_costs.formats(args.wire, cluster)
+            for strategy, shard in _cases(kept.strategies, shards, wire)
+            if not (model.has_masters and strategy == "ddp")
+            and rank_memory(
+                strategy, model, kept, _line_up(args, shard, wire), offloaded=args.cpu_offload
+            ).total
+            <= room
+        ]
+        plan["link"] = link_costs.costs(fitting, cluster, args.link[1], args.step_time)
     return plan
+
+
+def _line_up(args: argparse.Namespace, shard: ShardOver | None, wire: Wire) -> LineUp:
+    """Returns the ranks of the plan.
+
+    Args:
+        args: the parsed options of `plan`.
+        shard: How state is divided; None: it is not.
+        wire: The format of gradients.
+    """
+    return LineUp(
+        nodes=args.nodes,
+        ranks_per_node=args.gpus,
+        shard=shard or "world",
+        bucket_bytes=args.bucket_bytes,
+        mirrored=args.redundancy == "mirror",
+        sent_bytes=wire.sent_bytes,
+    )
 
 
 def _shards(args: argparse.Namespace) -> Sequence[ShardOver]:

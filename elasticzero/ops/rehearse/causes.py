@@ -174,8 +174,8 @@ CAUSES = {
     ),
     Reason.WIRE: Cause(
         Outcome.NOT_COMPARABLE,
-        "with --wire {wire} other ranks leave out other parts of gradients, which come in later "
-        "steps",
+        "with --wire {wire} other ranks leave out other parts of gradients, and a lost one's are "
+        "lost under ddp",
         WIRES,
     ),
     Reason.NO_NUDGE: Cause(

@@ -275,16 +275,26 @@ def _values(run: Run, controls: Controls) -> Verdict:
     if difference is not None:
         if difference.step <= series.undisturbed_steps:
             return verdict(Reason.BEFORE_FAULT, text=difference)
-        return _wire(run) or _differs(difference)
+        return _wire(run, from_step) or _differs(difference)
     if from_step is None:
         return Verdict(Outcome.EQUAL)
-    return _wire(run) or _unexplained(run, controls) or _rounding(run, controls, from_step)
+    return (
+        _wire(run, from_step) or _unexplained(run, controls) or _rounding(run, controls, from_step)
+    )
 
 
-def _wire(run: Run) -> Verdict | None:
-    """Returns the verdict on a run whose ranks encode gradients; None: they do not."""
-    wire = run.result.wire
-    return verdict(Reason.WIRE, wire=wire) if parse_wire(wire).is_lossy else None
+def _wire(run: Run, from_step: int | None) -> Verdict | None:
+    """Returns the verdict on a run whose ranks encode gradients, where others make steps than in
+    the undisturbed run, or one has lost what it had not sent; None: neither is so.
+
+    Args:
+        run: The run.
+        from_step: The first step that another world or strategy has made; None: there is none.
+    """
+    wire, loses = run.result.wire, run.result.strategy == "ddp"
+    if not parse_wire(wire).is_lossy or (from_step is None and not loses):
+        return None
+    return verdict(Reason.WIRE, wire=wire)
 
 
 def _exact_steps(run: Run, controls: Controls, from_step: int | None) -> list[int]:

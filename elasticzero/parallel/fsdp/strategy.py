@@ -467,12 +467,12 @@ class FullyPartitioned(PiecedStrategy):
     def may_be_tied(self) -> bool:
         return True
 
-    def tied_to_world(self) -> str:
+    def tied_to_world(self, growth: float = 1.0) -> str:
         pieces = self._pieced.pieces.values()
         tensors = [t for piece in pieces for t in (piece.parameter, piece.values) if t is not None]
         held = self._pieced.nbytes + sum(self._held(name).nbytes for name in self._divided())
         why = tie_to_world(self._uses.groups, tensors)
-        return why or lack_of_memory(held, self._device)
+        return why or lack_of_memory(held, growth, self._device)
 
     def _divided(self) -> dict[str, Spec]:
         """Returns the parameters that have rows."""

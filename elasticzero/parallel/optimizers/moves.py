@@ -30,9 +30,6 @@ from elasticzero.text import size_text
 TAG = 0x657C
 """Keeps these messages apart from those of gradients, of parameters and of a script."""
 CPU = torch.device("cpu")
-COPIES = 4
-"""So many times its own part of the state is what a rank needs at most while state moves, where the
-next world has half as many ranks at least: what comes, its place, and what it sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,18 +223,20 @@ def _message(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat([part.to(device).contiguous().view(torch.uint8) for part in parts])
 
 
-def lack_of_memory(nbytes: int, device: torch.device) -> str:
-    """Returns why a rank cannot bring state of its own to others; empty: it can.
+def lack_of_memory(nbytes: int, growth: float, device: torch.device) -> str:
+    """Returns why state of a rank cannot move; empty: it can. What it sends, what comes to it and
+    the place for that lie beside what it has.
 
     Args:
         nbytes: Size of the rank's part.
+        growth: By what that is multiplied in the next world.
         device: Where it lies; only memory of a GPU is looked at.
     """
     if device.type != "cuda":
         return ""
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if free >= COPIES * nbytes:
+    if free >= nbytes * (1 + 2 * growth):
         return ""
     return f"its GPU has {size_text(free)} left, and state of {size_text(nbytes)} has to move"
 

@@ -19,8 +19,9 @@ Rules:
       residuals, for they differ: each rank that is left keeps its own apart
       (`snapshots/kept_residual.py`), and what the lost ones had is gone. Where all agree to end a
       generation, the sum is stored.
- EF6  With `powersgd` the state has right factors too (`low_rank.py`), which all ranks have alike;
-      the rules of residuals hold for them, but that nobody adds them up or hands them over.
+ EF6  With `powersgd` the state has right factors too (`low_rank.py`), which all ranks have alike.
+      EF2 and EF3 hold for them. They only say in which directions a step looks first: a run that
+      has none of a stored state begins with others, and loses nothing.
 Shapes: E elements of a bucket with its padding, those of a parameter's gradient.
 """
 

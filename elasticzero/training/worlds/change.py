@@ -122,7 +122,8 @@ class WorldChange:
         enters, failure = word.prepared and not word.flags and not word.asks, ""
         joins = self._next.joins
         if enters and (joins or parts.strategy.may_be_tied):
-            failure, copy = parts.strategy.tied_to_world(), admits() if joins else None
+            failure = parts.strategy.tied_to_world(self._growth)
+            copy = admits() if joins else None
             if copy is not None and not failure:
                 failure = self._capture_for_others(parts, copy)
             stays = bool(failure) or (joins and copy is None)
@@ -131,6 +132,12 @@ class WorldChange:
         if failure:
             self._next.give_up(failure)
         return offer
+
+    @property
+    def _growth(self) -> float:
+        """Returns by what this rank's part of a divided state is multiplied in the next world."""
+        place = self._next.place
+        return self._groups.rank_info.world_size / place.world_size if place is not None else 0.0
 
     def _capture_for_others(self, parts: PartsOfWorld, copy: BoundaryCopy) -> str:
         """Captures what ranks that come into the next world begin with (WC8); returns why not.

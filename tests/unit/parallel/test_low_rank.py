@@ -24,7 +24,7 @@ from elasticzero.parallel.finite import LossCheck
 from elasticzero.parallel.mesh import Mesh
 from elasticzero.parallel.wire import codecs
 from elasticzero.parallel.wire.codecs import LowRank, encoding_of
-from elasticzero.parallel.wire.low_rank import RightFactors
+from elasticzero.parallel.wire.low_rank import LowRankSum, RightFactors
 from elasticzero.parallel.wire.residual import BucketResidual, Residual
 from elasticzero.parallel.wire.sums import Peers
 from elasticzero.parallel.wire.traffic import Traffic
@@ -225,6 +225,68 @@ def test_a_gradient_that_goes_one_way_is_sent_whole() -> None:
             assert torch.allclose(summed, 3 * ways) and left.abs().max() < 1e-9
 
 
+def sent_of(steps: list[Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """What one rank of two sends of its gradients of some steps, and what is left out."""
+
+    def body(rank: int) -> tuple[Tensor, Tensor]:
+        mesh = Mesh.of_world(rank, 2, fake_group(2))
+        bucket = BucketResidual(
+            ["w"], torch.zeros(shape).flatten(), lambda f: [f.view(shape)], LowRank(2)
+        )
+        residual = Residual(Wire(format="powersgd", rank=2), mesh, None)
+        residual.lay([bucket])
+        peers, total = Peers(index=rank, group=fake_group(2)), torch.zeros(shape)
+        for gradient in steps:
+            flat = gradient.flatten().clone()
+            errors = bucket.add_to(flat, 1.0)
+            sums = LowRankSum(bucket.by_name(flat), bucket.factors, peers, bucket.by_name(errors))
+            sums.finish()
+            residual.end_step(applied=True)
+            total += flat.view(shape)
+        return total, residual.present()["w"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        (total, left), (other, other_left) = patched(FakeGroup(2), patch).run(body)
+    assert torch.equal(total, other)
+    return total, left + other_left
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-24])
+def test_a_step_without_gradients_does_not_end_the_training_of_a_matrix(size: float) -> None:
+    """Nor does one of which few rows have gradients, or numbers of which squares are nothing."""
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.zeros(64, 32)]
+    for _ in range(40):
+        gradient = torch.randn(64, 32, generator=generator) * size
+        gradient[:10] = 0
+        gradients.append(gradient)
+    total, left = sent_of(gradients, (64, 32))
+    exact = 2 * torch.stack(gradients).sum(0)
+    assert torch.linalg.vector_norm(total + left - exact) < 1e-4 * torch.linalg.vector_norm(exact)
+    assert torch.linalg.vector_norm(left) < 0.9 * torch.linalg.vector_norm(exact)
+    steady, left = sent_of([gradients[1]] * 40, (64, 32))
+    assert torch.linalg.vector_norm(steady) > 0.5 * 80 * torch.linalg.vector_norm(gradients[1])
+
+
+def test_autocast_changes_nothing() -> None:
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(64, 32, generator=generator) for _ in range(3)]
+    plain = sent_of(gradients, (64, 32))
+    with pytest.MonkeyPatch.context() as patch:
+        begin = FakeGroup.run
+
+        def within(group: FakeGroup, body: Any) -> list[Any]:
+            def run(rank: int) -> Any:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    return body(rank)
+
+            return begin(group, run)
+
+        patch.setattr(FakeGroup, "run", within)
+        cast = sent_of(gradients, (64, 32))
+    assert all(torch.equal(*pair) for pair in zip(plain, cast, strict=True))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
 def test_a_matrix_that_is_not_finite_or_empty_gives_a_sum_that_says_so(bad: float) -> None:
     gradient = torch.full((8, 9), bad)
@@ -251,11 +313,11 @@ def test_factors_are_part_of_the_state_and_loaded_where_they_fit() -> None:
     first.factors.take({"w": torch.ones(8, 2), "v": torch.ones(8, 2)})
     residual.end_step(applied=True)
     residual.lay([bucket(["v"]), bucket(["w"])])
-    assert all(factor.eq(1).all() for factor in residual.factors().values())
+    assert all(torch.allclose(f, torch.tensor(8**-0.5)) for f in residual.factors().values())
     stored = {FACTOR + "w": spec_of(torch.zeros(8, 2)), FACTOR + "v": spec_of(torch.zeros(8, 3))}
     for targets in residual.loading(stored):
         assert [target.name for target in targets] == [FACTOR + "w"]
         targets[0].tensor.copy_(torch.full((8, 2), 5.0))
-    assert residual.factors()["w"].eq(5).all() and residual.factors()["v"].eq(1).all()
+    assert residual.factors()["w"].eq(5).all() and residual.factors()["v"].lt(1).all()
     residual.begin_as_newcomer()
     assert len([*residual.loading(stored)]) == 1

@@ -29,7 +29,7 @@ from tests.support.fake_groups import fake_group
 class Next:
     """The next world, whose groups are connected."""
 
-    offered, joins = True, False
+    offered, joins, place = True, False, None
 
     def __init__(self) -> None:
         self.promised, self.entered, self.reason = False, False, ""
@@ -101,7 +101,7 @@ def test_a_world_is_entered_by_a_word_that_says_nothing_else(
 def test_ranks_stay_where_the_script_of_any_keeps_rows(why: str, others: int, reason: str) -> None:
     """The one whose script does so says why the world is not entered."""
     following = Next()
-    rows: Any = SimpleNamespace(may_be_tied=True, tied_to_world=lambda: why)
+    rows: Any = SimpleNamespace(may_be_tied=True, tied_to_world=lambda growth: why)
     tree = SimpleNamespace(allreduce_max=lambda number: max(number, others))
     nothing: Any = None
     groups: Any = SimpleNamespace(control_tree=tree)

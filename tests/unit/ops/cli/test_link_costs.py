@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elasticzero.cli.main import main
-from elasticzero.ops.cli.link_costs import WIRES, Cluster, bits_per_s, costs, sent_bytes
+from elasticzero.ops.cli.link_costs import WIRES, Cluster, bits_per_s, costs, formats, sent_bytes
 from elasticzero.options.wire import EXACT, parse_wire
 from elasticzero.parallel.wire.codecs import LowRank, encoding_of
 from elasticzero.parallel.wire.sums import ChunkSum, CompressedSum, Peers
@@ -91,15 +92,48 @@ def test_nodes_that_hold_all_send_as_much_however_many_ranks_they_have(text: str
 
 
 def test_the_format_that_loses_least_is_recommended_if_it_is_fast_enough() -> None:
-    cases = [("ddp", None), ("zero1", "world")]
+    model = cluster(2, 1)
+    cases = [
+        (strategy, shard, wire)
+        for strategy, shard in (("ddp", None), ("zero1", "world"))
+        for wire in formats(EXACT, model)
+    ]
     link = 8 * sent_bytes("ddp", cluster(2, 1), EXACT, by_node=False)  # one second in fp32
     for step_s, expected in ((4.1, "fp32"), (3.9, "bf16"), (1.9, "int8"), (0.9, "int4")):
-        best = costs(cases, cluster(2, 1), EXACT, link, step_s)["recommended"]
+        best = costs(cases, model, link, step_s)["recommended"]
         assert (best["strategy"], best["wire"]) == ("ddp", expected)
         assert best["step_s"] == step_s + best["link_s"]
-    best = costs(cases, cluster(2, 1), EXACT, link, 1e-6)["recommended"]
+    best = costs(cases, model, link, 1e-6)["recommended"]
     assert best["wire"] == "topk:0.01"
-    assert costs(cases, cluster(2, 1), EXACT, link, None)["recommended"] is None
+    assert costs(cases, model, link, None)["recommended"] is None
+
+
+def test_what_would_be_sent_as_it_is_is_not_compared() -> None:
+    large = replace(cluster(2, 1), layer=12 << 20)
+    assert [str(wire) for wire in formats(EXACT, large)] == list(WIRES)
+    small = replace(large, layer=1200)
+    assert "powersgd:4" not in [str(wire) for wire in formats(EXACT, small)]
+    halves = replace(large, element_bytes=2)
+    assert formats(EXACT, halves) == [EXACT]
+    asked = parse_wire("powersgd:512")
+    assert formats(asked, large)[-1] == asked
+    for name in ("ddp", "zero1"):
+        sizes = {sent_bytes(name, large, wire, by_node=False) for wire in (EXACT, asked)}
+        assert len(sizes) == 1
+
+
+def test_only_what_fits_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    """A residual takes memory, and ddp keeps no masters of 16-bit parameters."""
+    sizes = ["plan", "--nodes", "4", "--link", "1gbit", "--step-time", "10", "--json"]
+    assert main([*sizes, "--params", "3e9", "--layer-params", "1e8"]) == 0
+    rows = json.loads(capsys.readouterr().out)["link"]["rows"]
+    assert {row["wire"] for row in rows if row["strategy"] == "ddp"} == {"fp32"}
+    assert main([*sizes, "--params", "1e9", "--dtype", "bf16"]) == 0
+    link = json.loads(capsys.readouterr().out)["link"]
+    assert {row["wire"] for row in link["rows"]} == {"fp32"}
+    assert link["recommended"]["strategy"] != "ddp"
+    assert main([*sizes[:-1], "--params", "1e15"]) == 0
+    assert "No strategy fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

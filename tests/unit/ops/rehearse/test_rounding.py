@@ -157,6 +157,10 @@ def test_what_follows_a_fault_is_not_comparable_where_gradients_are_encoded() ->
     other = records + moves.generation(2, 2, 6, STEPS)
     assert same_world(job, other, wire="int8").outcome is Outcome.NOT_COMPARABLE
     assert same_world(job, other).outcome is Outcome.DIFFERS
+    runs = controls(job, strategy="zero1")
+    runs.append(run("kill-worker", other, wire="int8", strategy="zero1"))
+    judged = verdict_on(runs, "kill-worker", "zero1")
+    assert judged.outcome is Outcome.DIFFERS, "a snapshot has what was not sent"
 
 
 def test_draws_are_compared_where_the_world_stays() -> None:

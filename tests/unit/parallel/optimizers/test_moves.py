@@ -204,11 +204,11 @@ def test_an_optimizer_that_keeps_nothing_sends_nothing(monkeypatch: pytest.Monke
 def test_state_moves_where_a_gpu_has_room_for_it(
     monkeypatch: pytest.MonkeyPatch, free: int, cached: int, lacks: bool
 ) -> None:
-    assert lack_of_memory(10, CPU) == ""
+    assert lack_of_memory(10, 1.5, CPU) == ""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 + cached)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
-    why = lack_of_memory(10, torch.device("cuda", 0))
+    why = lack_of_memory(10, 1.5, torch.device("cuda", 0))
     assert why == ("its GPU has 39 B left, and state of 10 B has to move" if lacks else "")
 
 
