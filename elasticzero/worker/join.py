@@ -71,17 +71,11 @@ def join_world(link: AgentClient) -> tuple[torch.device, ProcessGroups | None]:
 
 
 def begin_unconnected(link: AgentClient) -> ProcessGroups:
-    """Returns the groups of a worker that is to enter a world inside of the others' loops.
-
-    Raises `EntryRefused` where no rank enters a world so.
-    """
+    """Returns the groups of a worker that is to enter a world inside of the others' loops."""
     _set_up_process(link)
-    a = link.assignment
-    info = RankInfo.from_assignment(a)
+    info = RankInfo.from_assignment(link.assignment)
     device = device_of(info.local_rank)
     if device.type == "cuda":
-        if not a.changes_with_nccl:
-            raise EntryRefused("ranks on GPUs enter a world by a stop of all")
         nccl.set_up(device)
     return unconnected(info, device)
 
