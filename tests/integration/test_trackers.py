@@ -36,7 +36,7 @@ def check_curve(told: Story, directory: Path) -> tuple[int, int]:
     logged: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     generation = dict.fromkeys(told.cluster.nodes, 0)
     for node, event in told.told:
-        if event["event"] == "start":
+        if event["event"] in ("start", "switched"):
             generation[node] = event["generation"]
         elif event["event"] == "log":
             logged[event["step"]][generation[node]].append(event["loss"])

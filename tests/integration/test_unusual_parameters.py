@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elasticzero import checkpoint as ez_checkpoint
 from elasticzero.ipc.failure import Failed
-from elasticzero.ipc.messages import Stepped
+from elasticzero.ipc.messages import Captured, Stepped
 from elasticzero.spans import STRATEGIES
 from tests.integration.training_harness import Pool
 from tests.integration.training_parameters import (
@@ -183,6 +183,8 @@ def test_a_change_after_a_step_is_refused_before_the_next(
 
 
 def test_a_later_change_in_a_forward_is_refused_at_a_capture(pool: Pool, tmp_path: Path) -> None:
+    """It comes in the seventh step, and a capture has forwards compared until the next one. Where a
+    save is slow that may be many steps later."""
     told = {"kind": "masked later", "strategy": "zero3", "steps": 40}
     running = pool.start(
         SCRIPT, [json.dumps(told)], 2, checkpoint_dir=str(tmp_path), checkpoint_every=5
@@ -190,7 +192,8 @@ def test_a_later_change_in_a_forward_is_refused_at_a_capture(pool: Pool, tmp_pat
     running.until(running.ended)
     failures = [failed for worker in running.workers for failed in worker.all(Failed)]
     assert any(f.final and LOST in f.message for f in failures), running.logs()
-    assert max(s.step for w in running.workers for s in w.all(Stepped)) <= 15
+    captured = [c for worker in running.workers for c in worker.all(Captured)]
+    assert len({c.step for c in captured if c.checkpoint and c.step > 6}) <= 2
 
 
 @pytest.mark.parametrize("strategy", [slow("ddp"), "zero3"])
