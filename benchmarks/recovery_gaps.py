@@ -36,8 +36,8 @@ class Smoothness:
     after it took beyond the usual step of their generation."""
 
     anyway_s: float
-    """What as many steps of these generations take beyond the usual ones where no change is near:
-    by how much their mean is above their median."""
+    """Says what as many steps of these generations take beyond the usual ones where no change is
+    near, which is by how much their mean is above their median."""
 
     @property
     def slowed_s(self) -> float:

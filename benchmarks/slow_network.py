@@ -125,7 +125,7 @@ def main() -> None:
     plain_s: dict[str, float] = {}
     for strategy in order.strategies.split(","):
         for wire in wires:
-            if not wire.is_had_with(strategy):
+            if wire.refusal(strategy):
                 continue
             try:
                 steps = measure(strategy, wire, order)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from elasticzero.errors import OperatorError
 from elasticzero.torch_internals.groups import nccl_backends
 
+ABORT_S = 2.0
+"""Time in seconds after which an abort counts as hanging."""
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_DIST_USE_NCCL2": "0"}
 """Settings that are always made: torch's own watchdog would abort at a peer's death, or end the
 process; and so would that of the backend `nccl2`, which may go by the name `nccl` from torch 2.14
@@ -109,10 +111,6 @@ def connect_beside(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     for backend in nccl_backends([group]):
         backend.eager_connect_single_device(device)
-
-
-ABORT_S = 2.0
-"""Time in seconds after which an abort counts as hanging."""
 
 
 def abort(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -53,16 +53,26 @@ class Wire:
         """Returns whether a message has less than the gradients."""
         return self.format != "fp32"
 
-    def is_had_with(self, strategy: str, *, by_node: bool = False) -> bool:
-        """Returns whether ranks can send gradients so with a strategy.
+    def refusal(self, strategy: str, *, by_node: bool = False) -> str:
+        """Returns the strategy that cannot send gradients so, why, and what can; empty: it can.
 
         Args:
             strategy: Its name.
-            by_node: Whether each of several nodes holds the whole state.
+            by_node: Whether each node holds the whole state (`--shard node`).
         """
-        if self.format == "powersgd":
-            return strategy == "ddp" or (strategy == "zero1" and not by_node)
-        return strategy != "zero3" or not self.is_lossy
+        if self.is_lossy and strategy == "zero3":
+            return "strategy zero3, whose gradients torch's FSDP2 sends: use ddp, zero1 or zero2"
+        if self.format == "powersgd" and strategy == "zero2":
+            return (
+                "strategy zero2, which sums the matrices of each micro-batch by themselves: use "
+                "ddp or zero1, or another format"
+            )
+        if self.format == "powersgd" and strategy == "zero1" and by_node:
+            return (
+                "strategy zero1 and --shard node, where nodes send each other parts of matrices: "
+                "use ddp, --shard world or another format"
+            )
+        return ""
 
     @property
     def sent_bytes(self) -> float:

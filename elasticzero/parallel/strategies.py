@@ -67,21 +67,8 @@ def check_options(
 
 
 def _check_wire(strategy: str, options: TrainingSettings, *, by_node: bool) -> None:
-    if strategy == "zero3":
-        raise UserError(
-            f"--wire {options.wire} cannot be had with strategy zero3, whose gradients torch's "
-            "FSDP2 sends: use ddp, zero1 or zero2"
-        )
-    if options.wire.format == "powersgd" and strategy == "zero1" and by_node:
-        raise UserError(
-            f"--wire {options.wire} cannot be had with strategy zero1 and --shard node, where "
-            "nodes send each other parts of matrices: use ddp, --shard world or another format"
-        )
-    if options.wire.format == "powersgd" and strategy == "zero2":
-        raise UserError(
-            f"--wire {options.wire} cannot be had with strategy zero2, which sums the matrices of "
-            "each micro-batch by themselves: use ddp or zero1, or another format"
-        )
+    if why := options.wire.refusal(strategy, by_node=by_node):
+        raise UserError(f"--wire {options.wire} cannot be had with {why}")
     if options.deterministic:
         raise UserError(
             f"--wire {options.wire} cannot be had with --deterministic: what a rank encodes "

@@ -100,8 +100,8 @@ def group_beside(
     it, for a GPU one whose own GPU is this.
 
     Its own methods are its collectives. The functions of `torch.distributed` take it once
-    `replace_default_group` was called. NCCL waits here until all ranks have come, and gloo does
-    likewise.
+    `replace_default_group` was called. Gloo connects the ranks here; NCCL does so when it is asked
+    to (`comm/nccl.py`), or in the first collective.
 
     Args:
         store: The store at which its ranks meet.

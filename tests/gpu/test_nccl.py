@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 
 def told_by_rank_0(script: str, folder: Path, **arguments: str) -> dict[str, Any]:
-    """What rank 0 of two prints that run a script of this folder."""
+    """Has two ranks run a script of this folder, and returns what rank 0 prints."""
     port_file = str(folder / "port")
     told = [json.dumps({"rank": rank, "port_file": port_file} | arguments) for rank in (0, 1)]
     command = [sys.executable, str(HERE / script)]

@@ -360,7 +360,7 @@ def _cases(
     none."""
     for strategy in strategies:
         for shard in (None,) if strategy == "ddp" else shards:
-            if wire.is_had_with(strategy, by_node=shard == "node"):
+            if not wire.refusal(strategy, by_node=shard == "node"):
                 yield strategy, shard
 
 
@@ -413,7 +413,7 @@ def plan_text(plan: dict[str, Any]) -> str:
 
 def _refusing(wire: str) -> str:
     """Returns who refuses a format, as the beginning of a sentence."""
-    names = [name for name in STRATEGIES if not parse_wire(wire).is_had_with(name)]
+    names = [name for name in STRATEGIES if parse_wire(wire).refusal(name)]
     return f"{' and '.join(names)} {'refuse' if len(names) > 1 else 'refuses'}"
 
 

@@ -44,7 +44,7 @@ class RightFactors:
             name: _random(name, (parameter.shape[1:].numel(), rank)).to(parameter)
             for name, parameter in parameters.items()
         }
-        """Those of the newest boundary."""
+        """Holds those of the newest boundary, by parameter."""
         self._following: dict[str, Tensor] = {}
 
     def take(self, following: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""PowerSGD: sums of matrices as products of narrow ones, held against the same in one process."""
+"""Holds sums of matrices as products of narrow ones against the same in one process."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from tests.support.fake_groups import fake_group
 from tests.support.threaded_ranks import FakeGroup, patched
 
 SHAPES = {"a": (16, 20), "b": (3,), "c": (12, 4, 5), "d": (2, 2), "e": (40, 12)}
-"""Of parameters; of rank 1 `a`, `c` and `e` are sent in parts."""
+"""Has the shapes of parameters, of which `a`, `c` and `e` are sent as products of rank 1."""
 
 
 @dataclass(frozen=True)
 class Case:
     ranks: int
     rank: int
-    """Columns of the narrow matrices."""
+    """Counts the columns of the narrow matrices."""
     applied: tuple[bool, ...]
     unused: frozenset[tuple[int, str]]
-    """By step: parameters that no rank uses."""
+    """Has pairs of a step and a parameter that no rank uses in it."""
     seed: int
 
     def gradient(self, step: int, rank: int, name: str) -> Tensor:
@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 class OneRank:
-    """One rank's parameters, and what sums their gradients."""
+    """Holds one rank's parameters, and sums their gradients."""
 
     def __init__(self, kind: str, case: Case, rank: int) -> None:
         self.kind, self.case, self.rank = kind, case, rank
@@ -95,7 +95,7 @@ class OneRank:
         self.queue = BucketQueue(self.exchange)
 
     def step(self, step: int) -> dict[str, Tensor]:
-        """The sums that this rank has of the gradients that some rank used; zeros for the rest."""
+        """Returns the sums that this rank has of gradients that a rank used, and zeros else."""
         case = self.case
         loss = sum(
             (case.gradient(step, self.rank, name) * parameter).sum()
@@ -130,8 +130,8 @@ class OneRank:
 
 
 def in_one_process(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """What each step's sums are to be, and the residual of all ranks: one matrix is projected, that
-    of all ranks together."""
+    """Returns what each step's sums are to be, and the residual of all ranks: one matrix is
+    projected, that of all ranks together."""
     shapes = {n: torch.zeros(shape, dtype=torch.float64) for n, shape in SHAPES.items()}
     low_rank = LowRank(case.rank)
     encoded = {n: z for n, z in shapes.items() if z.dim() > 1 and low_rank.fits(z)}
@@ -226,7 +226,7 @@ def test_a_gradient_that_goes_one_way_is_sent_whole() -> None:
 
 
 def sent_of(steps: list[Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """What one rank of two sends of its gradients of some steps, and what is left out."""
+    """Returns what two ranks with equal gradients send of some steps, and what is left out."""
 
     def body(rank: int) -> tuple[Tensor, Tensor]:
         mesh = Mesh.of_world(rank, 2, fake_group(2))

@@ -1,4 +1,4 @@
-"""What `plan --link` says of messages, held against messages that are sent."""
+"""Holds what `plan --link` says of messages against messages that are sent."""
 
 from __future__ import annotations
 
