@@ -140,9 +140,10 @@ def test_every_second_of_a_job_with_five_faults_is_in_one_class(
     tmp_path: Path, job: str, etcd: EtcdServer
 ) -> None:
     """A worker dies, two leading nodes die, so that the job is below MIN until another node comes,
-    a worker is suspended, a node joins, and one drains."""
+    a worker is suspended, a node joins, and one drains; the last two stop all loops."""
     arguments = ["--nnodes", "2:3", "--strategy", "zero1", "--snapshot-every", "8"]
     arguments += ["--checkpoint-dir", str(tmp_path / "c")]
+    arguments += ["--changes-inside", "off"]
     arguments += ["--lease-ttl", "2", str(REGRESSION), "--epochs", "6", "--pause", "0.15"]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=3) as told:
         job_is = Disturber(told)
