@@ -10,8 +10,9 @@ import pytest
 from tests.simulation.mutants import MUTANTS, Mutant, edited, hunt
 from tests.simulation.mutants_of_changes import MUTANTS_OF_CHANGES
 from tests.simulation.mutants_of_ends import MUTANTS_OF_ENDS
+from tests.simulation.mutants_of_rounds import MUTANTS_OF_ROUNDS
 
-ALL = (*MUTANTS, *MUTANTS_OF_CHANGES, *MUTANTS_OF_ENDS)
+ALL = (*MUTANTS, *MUTANTS_OF_CHANGES, *MUTANTS_OF_ENDS, *MUTANTS_OF_ROUNDS)
 SEEDS = 3_000
 TIMEOUT_S = 600.0
 NOTHING = "none broke a rule"

@@ -2,7 +2,8 @@
 
 Each mutant is one edit of a file, mostly a pure one of the launcher; a rule that several files keep
 takes several edits. They are applied to a copy of the packages, in which schedules are run until
-one breaks a rule: those of seeds, or all orders of two agents' events (`tests/simulation/orders`).
+one breaks a rule: those of seeds, all orders of two agents' events (`tests/simulation/orders`), or
+those of islands (`tests/simulation/islands`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Mutant:
     """Why no schedule finds it, though a rule is broken; empty: one of the first 3,000 finds it."""
     further: tuple[tuple[str, str, str], ...] = ()
     """Further edits: file, right and wrong."""
-    search: Literal["seeds", "orders"] = "seeds"
+    search: Literal["seeds", "orders", "islands"] = "seeds"
     """The schedules that are run."""
 
 
@@ -554,6 +555,8 @@ def hunt(mutant: Mutant, folder: Path, *, first: int, count: int, timeout_s: flo
     command += ["--count", str(count), "--first"]
     if mutant.search == "orders":
         command = [sys.executable, "-m", "tests.simulation.orders", "--first"]
+    elif mutant.search == "islands":
+        command[2] += ".islands"
     ran = subprocess.run(
         command,
         cwd=folder,

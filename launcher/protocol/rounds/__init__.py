@@ -1,0 +1,1 @@
+"""Decides how islands, each of which trains by itself, average what they have learnt. Pure."""

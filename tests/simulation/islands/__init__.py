@@ -1,0 +1,1 @@
+"""Plays islands that train and average, on virtual time and through drawn faults."""

@@ -1,0 +1,66 @@
+"""Draws what a schedule of islands is like from its seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from elasticzero.islands.progress import Schedule
+from elasticzero.launcher.protocol.rounds.documents import SampleOrder
+from elasticzero.launcher.protocol.rounds.lead import RoundSettings
+
+KINDS = ("kill", "kill", "freeze", "join", "drain", "store", "cut", "begin again")
+"""Faults, each as often as it is drawn."""
+LAST_FAULT = 400
+"""Tick before which all faults strike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Holds what a seed decides."""
+
+    islands: int
+    speeds: tuple[float, ...]
+    """Shares of the ticks in which islands make an inner step; one is drawn for each."""
+    schedule: Schedule
+    settings: RoundSettings
+    order: SampleOrder
+    faults: tuple[int, ...]
+    """Ticks of the faults."""
+    delay: int
+    """Most ticks until an island sees a change in the store."""
+    fetch: int
+    """Most ticks that a fetch takes."""
+    pairs: bool
+    """Some faults strike two islands at once."""
+
+
+def draw(seed: int) -> Drawn:
+    """Draws a schedule."""
+    dice = random.Random(seed)
+    every = dice.randint(1, 8)
+    fragments = min(every, dice.choice([1, 1, 2, 3]))
+    epoch = dice.randint(20, 200)
+    missing = dice.choice([0, 0, dice.randint(0, epoch - 1)])
+    return Drawn(
+        islands=dice.randint(1, 5),
+        speeds=dice.choice([(1.0,), (1.0, 1.0, 0.5), (1.0, 0.2)]),
+        schedule=Schedule(every=every, fragments=fragments, grace=dice.randint(0, 4)),
+        settings=RoundSettings(
+            every=every,
+            quorum=dice.choice([1.0, 1.0, 0.5, 0.75]),
+            max_staleness=dice.choice([0, 1, 8]),
+        ),
+        order=SampleOrder(
+            epoch=epoch,
+            total=epoch * dice.randint(1, 3) - missing,
+            global_batch=dice.randint(1, 12),
+            digest="of the order",
+        ),
+        faults=tuple(
+            sorted(dice.randint(5, LAST_FAULT) for _ in range(dice.choice([0, 3, 8, 15])))
+        ),
+        delay=dice.choice([0, 1, 4]),
+        fetch=dice.choice([0, 2, 10]),
+        pairs=dice.random() < 0.3,
+    )
