@@ -22,11 +22,13 @@ if TYPE_CHECKING:
         StorageError,
         UserError,
     )
+    from elasticzero.options.diloco import DiLoCo
     from elasticzero.session import Session
 
 __all__ = [
     "CheckpointDamaged",
     "CheckpointMismatch",
+    "DiLoCo",
     "ElasticZeroError",
     "OperatorError",
     "RetryError",
@@ -42,6 +44,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = {
+        "DiLoCo": "options.diloco",
         "Session": "session",
         "Stream": "data.streams.source",
         "run": "entry_point",

@@ -19,6 +19,7 @@ from elasticzero.data.position import MicroBatch
 from elasticzero.errors import UserError
 from elasticzero.ipc.assignment import Assignment
 from elasticzero.ipc.messages import Logged
+from elasticzero.options.diloco import DiLoCo
 from elasticzero.parallel.gradients import GradientFunction, GradientHook
 from elasticzero.parallel.optimizers.groups import MadeOptimizers
 from elasticzero.state.auxiliary import Stateful
@@ -27,6 +28,7 @@ from elasticzero.training import argument_checks
 from elasticzero.training.batch_loops import Loops
 from elasticzero.training.batch_work import BatchWork
 from elasticzero.training.evaluation import Result, evaluate, evaluating
+from elasticzero.training.islands.island_training import open_islands
 from elasticzero.training.module_checks import batch_norms
 from elasticzero.training.precision import Compute
 from elasticzero.training.preparation import prepare_training
@@ -161,7 +163,7 @@ class Session:
         model: nn.Module,
         optimizer: Callable[[Any], Made],
         *,
-        strategy: str | None = None,
+        strategy: str | DiLoCo | None = None,
         precision: str = "fp32",
         compile: bool | str = False,
         cpu_offload: bool = False,
@@ -176,7 +178,8 @@ class Session:
             model: an `nn.Module` on any device.
             optimizer: a function that takes the list of parameters and returns a torch optimizer,
                 or a dict of several, each for parameters of its own.
-            strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`.
+            strategy: ddp, zero1, zero2, zero3 or auto; by default that of `--strategy`. Nodes that
+                are islands (`--strategy diloco`) may have settings of their own: `DiLoCo(…)`.
             precision: fp32, or bf16 or fp16 for a forward in 16 bits, whose results have 32; fp16
                 has its losses scaled.
             compile: whether `torch.compile` is applied to the model, or with which mode.
@@ -205,11 +208,12 @@ class Session:
             load=load,
             load_optimizer=bool(load_optimizer),
         )
-        name = strategy or self._assignment.strategy
+        name, islands = open_islands(self._link, generation.groups, strategy, generation.tracker)
         compute = Compute(precision=precision, compiled=compile)
         prepared = prepare_training(place, model, optimizer, name, compute)
         generation.begin_training(prepared)
         laid = prepared.training.strategy
+        self._loops.islands = islands(laid.model) if islands is not None else None
         return laid.model, laid.optimizers.as_made
 
     def track(self, name: str, thing: S) -> S:

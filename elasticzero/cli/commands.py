@@ -11,7 +11,7 @@ from elasticzero.launcher.options.parser import Parser
 from elasticzero.ops.cli.commands import WING_COMMANDS
 
 if TYPE_CHECKING:
-    from elasticzero.launcher.agent.extensions import ExtensionFactory
+    from elasticzero.launcher.agent.extensions.base import ExtensionFactory
 
 
 def agent_extensions() -> tuple[ExtensionFactory, ...]:

@@ -30,8 +30,8 @@ _AHEAD_SAMPLES, _AHEAD = 4096, 64
 """Number of samples whose indices are computed at once, and of micro-batches; one batch may exceed
 it."""
 _AHEAD_BALANCED = 4
-"""Number of micro-batches where ranks' shares follow their speed: other shares cannot hold for
-those whose indices are computed."""
+"""Number of micro-batches where ranks' shares follow their speed, or an island is given samples as
+it goes: other ones cannot hold for those whose indices are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +133,50 @@ class IndexedBatches:
         self._requests.replace(schedule.requests(position))
         for _ in range(ahead):
             next(self)
+        return self
+
+    def look_ahead(self, batch: GlobalBatch, after: DataPosition) -> None:
+        """Does nothing: the epoch's order names all batches."""
+
+    def close(self) -> None:
+        """Does nothing: the processes end with the last reference to them."""
+
+
+class ClaimedBatches:
+    """Yields the micro-batches of an island, which is given samples as it goes."""
+
+    def __init__(self, reader: BatchReader, schedule: RankSchedule) -> None:
+        """Begins to read where `look_ahead` first says."""
+        self._reader, self._schedule = reader, schedule
+        self._batches: OpenBatches | None = None
+        self._from: DataPosition | None = None
+        """Position before the batch that training is at."""
+
+    def begin_at(self, position: DataPosition, *, anew: bool) -> None:
+        """Notes where the next batch begins.
+
+        Args:
+            position: The position.
+            anew: Whether the samples that were read ahead are not the island's any more.
+        """
+        self._from = position
+        if anew:
+            self._batches = None
+
+    def __next__(self) -> Any:
+        assert self._from is not None
+        for _ in range(2):
+            if self._batches is None:
+                self._batches = self._reader.open(self._schedule, self._from)
+            try:
+                return next(self._batches)
+            except StopIteration:  # the samples that were known are read
+                self._batches = None
+        raise RuntimeError("an island has no samples for a batch that it has begun")
+
+    def in_world(self, schedule: RankSchedule, position: DataPosition) -> OpenBatches:
+        """Reads on as a rank of another world."""
+        self._schedule, self._batches = schedule, None
         return self
 
     def look_ahead(self, batch: GlobalBatch, after: DataPosition) -> None:
@@ -319,7 +363,8 @@ class RankSchedule:
         for epoch, batches in groupby(self.steps(replace(position)), lambda step: step[0].epoch):
             kept = ((batch, at.steps) for batch, at in batches if batch not in self.left_out)
             spans = (part.positions for batch, at in kept for part in self.parts(batch, at))
-            most = _AHEAD if self.shares is None else _AHEAD_BALANCED
+            fixed = self.shares is None and type(self.plan) is BatchPlan
+            most = _AHEAD if fixed else _AHEAD_BALANCED
             for first in spans:
                 ahead = min(most, _AHEAD_SAMPLES // max(1, len(first)))
                 some = [first, *islice(spans, max(0, ahead - 1))]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from elasticzero.data.tag_requests import TagRequests
 from elasticzero.ipc.assignment import LeftOutBatch
+from elasticzero.ipc.rounds import IslandProgress
 from elasticzero.options.settings import DataChange
 from elasticzero.serialization import OMIT_DEFAULT
 from elasticzero.spans import Span
@@ -66,6 +67,8 @@ class DataPosition:
     """The global batches that were used without a step of the optimizer, in all loops."""
     tagging: TagRequests = field(default=(), metadata=OMIT_DEFAULT)
     """Checkpoints that the script has asked for under tags, and that are not known to be saved."""
+    island: IslandProgress | None = field(default=None, metadata=OMIT_DEFAULT)
+    """How far an island is in the rounds; None: it is in none."""
 
     def skipped_with(self, batch: GlobalBatch) -> tuple[LeftOutBatch, ...]:
         """Returns what is skipped once this batch of the present dataset is."""

@@ -36,6 +36,7 @@ from elasticzero.ipc.messages import (
     TagStep,
     Withdraw,
 )
+from elasticzero.ipc.rounds import RoundNews
 from elasticzero.ipc.standby import first_message
 from elasticzero.ipc.thread_location import main_thread
 from elasticzero.log_output import (
@@ -126,6 +127,8 @@ class AgentClient:
         self.not_finite: str | None = None
         """The agent's finding of NaN or infinity in a captured state; None: it has found none."""
         self.saves: queue.SimpleQueue[SaveState] = queue.SimpleQueue()
+        self.round_news: dict[int, RoundNews] = {}
+        """News of the rounds that an island takes part in, by version."""
         self._channel = channel
         self._assignments: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
         """Assignments of the generations to come."""
@@ -245,6 +248,7 @@ class AgentClient:
         self.held = self.not_held = self.saved = self.unsaved = -1
         self.tags_missing = 0
         self.saves = queue.SimpleQueue()
+        self.round_news = {}
         self._busy_sections.clear()
         self.awaits = ""
         self._on_abort = lambda: None
@@ -327,6 +331,8 @@ class AgentClient:
                 self.send(Located(place=place + self.awaits, waits=waits, left=left))
             case SaveState():
                 self.saves.put(message)
+            case RoundNews():
+                self.round_news[message.version] = message
             case SnapshotHeld(step=step, error=None):
                 self.held, self.held_s = step, time.monotonic()
             case SnapshotHeld(step=step, error=error, not_finite=not_finite):

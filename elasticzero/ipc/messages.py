@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from elasticzero.ipc.assignment import Assignment, Tier
 from elasticzero.ipc.failure import Failed
+from elasticzero.ipc.rounds import IslandAt, JoinRounds, RoundNews
 from elasticzero.options.settings import DataChange
 from elasticzero.serialization import OMIT_DEFAULT
 
@@ -455,6 +456,7 @@ Message = (
     | Abort
     | Locate
     | SaveState
+    | RoundNews
     | Prepare
     | Withdraw
     | PrepareFailed
@@ -467,6 +469,8 @@ Message = (
     | Attached
     | NetworkTaken
     | Restored
+    | JoinRounds
+    | IslandAt
     | DataChanged
     | SharesChanged
     | ResidualLost

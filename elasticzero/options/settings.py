@@ -6,11 +6,13 @@ Pure. A field of `TrainingSettings` has the name that a row of `training.py` say
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from elasticzero.errors import UserError
+from elasticzero.options.diloco import DiLoCo
 from elasticzero.options.wire import EXACT, Wire
+from elasticzero.serialization import OMIT_DEFAULT
 
 OnNonFinite = Literal["stop", "skip", "rollback"]
 """Says what happens to a global batch whose loss or gradient is not finite: the job stops before
@@ -54,6 +56,8 @@ class TrainingSettings:
     """Limit of the size of a bucket of gradients."""
     wire: Wire = EXACT
     """Format of gradients between ranks."""
+    diloco: DiLoCo | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Settings of the islands; None: the nodes of the job are no islands."""
     checkpoint_dir: str | None = None
     checkpoint_every: int = 0
     """Number of steps from one checkpoint to the next; 0: one is saved at the end only."""

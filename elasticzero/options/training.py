@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import get_args
 
 from elasticzero.memory_estimate import AUTO
+from elasticzero.options.diloco import NAME, diloco_of
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.settings import (
     OnNonFinite,
@@ -32,11 +33,21 @@ _STRATEGY = grouped(
         ("--strategy",),
         "ddp keeps all state on every rank; zero1 shards the optimizer state over the ranks, "
         "zero2 the gradients too, zero3 the parameters too; auto takes the first that fits the "
-        "memory of all ranks, anew in each generation.",
+        "memory of all ranks, anew in each generation; diloco makes each node an island, which "
+        "trains by itself and averages with the others every so many steps.",
         "ddp",
-        choices=(*STRATEGIES, AUTO),
+        choices=(*STRATEGIES, NAME, AUTO),
         field="policy.strategy",
         is_listed=True,
+    ),
+    Option(
+        ("--diloco",),
+        "Settings of --strategy diloco that are not the defaults, separated by commas, such as "
+        "every=50,outer-lr=0.7,outer-momentum=0.9: islands average every so many inner steps, by "
+        "an outer step of SGD.",
+        metavar="NAME=VALUE,…",
+        parse=diloco_of,
+        field="training.diloco",
     ),
     Option(
         ("--shard",),

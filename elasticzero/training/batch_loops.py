@@ -38,8 +38,8 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, in_any_world, of_loop
 from elasticzero.data.balancing import Balancer
 from elasticzero.data.changes import change_text, needed_changes
-from elasticzero.data.loader import BatchReader, OpenBatches, RankSchedule
-from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch
+from elasticzero.data.loader import BatchReader, ClaimedBatches, OpenBatches, RankSchedule
+from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch, MicroBatch
 from elasticzero.data.sampling import BatchPlan
 from elasticzero.data.shares import ShareTable
 from elasticzero.data.streams.loader import StreamReader
@@ -47,8 +47,10 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import DataChanged, LoopExited, SharesChanged
 from elasticzero.ipc.thread_location import place_of
+from elasticzero.islands.plan import IslandPlan
 from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.training.batch_work import BatchWork, SliceStates
+from elasticzero.training.islands.island_training import IslandTraining
 from elasticzero.training.module_checks import batch_norm_note
 from elasticzero.training.step_machine import StepState
 from elasticzero.training.training_state import TrainingState
@@ -167,6 +169,8 @@ class Loops:
         self._groups = groups
         self._datasets = Datasets()
         self._passed = PassedLoops()
+        self.islands: IslandTraining | None = None
+        """Brings the rounds of islands into the loop; None: there are none."""
         self._epoch: int | None = None
         self._noted = self._noted_norms = False
         """True once `AGAIN_NEW` is printed; once it is known whether the model has a BatchNorm."""
@@ -213,6 +217,8 @@ class Loops:
         self._tracker.now.check_new_loop()
         training.finish_pending_step()
         schedule = self._with_shares(training, self._in_this_world(schedule))
+        if self.islands is not None:
+            schedule = self.islands.schedule(schedule, on_epoch_end)
         loop = self._tracker.move(StepState.next_loop).loop
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
@@ -312,19 +318,24 @@ class Loops:
             on_epoch_end: The script's function; None: it gave none.
             loop: Number of the loop.
         """
-        tracker, work = self._tracker, self._work
+        tracker, work, islands = self._tracker, self._work, self.islands
         schedule = self._without_left_out(schedule, training.position.dataset)
-        data: OpenBatches = reader.open(schedule, training.position)
         plan = schedule.plan
+        data = self._open(training, schedule, reader)
         work.open_loop(plan, _slice_states(training, schedule), whole=schedule.whole_parts)
         balancer = self._balancer(schedule)
         try:
             # What a stream has left may be known only now, and be too little for a larger batch.
             self._end_epoch_if_over(training, schedule, on_epoch_end)
             after = training.position
-            while (following := plan.next(after)) is not None:
+            while (following := plan.next(after)) is not None or islands is not None:
                 training.at_boundary()
                 if training.stopped is not None:
+                    break
+                if islands is not None:
+                    following = islands.at_boundary(training)
+                if following is None:
+                    training.at_boundary(last=True)
                     break
                 if (placed := self._in_this_world(schedule)) is not schedule:
                     schedule = placed
@@ -334,8 +345,7 @@ class Loops:
                     following = plan.next(training.position) or following
                 batch, after = following
                 self._tell_shares(training, balancer.agree(after.steps))
-                self._epoch = batch.epoch
-                ends = plan.ends_epoch(after)
+                self._epoch, ends = batch.epoch, plan.ends_epoch(after)
                 training.begin_step(
                     after, EpochEnd(on_epoch_end, plan.wrapped(after)) if ends else None
                 )
@@ -345,11 +355,7 @@ class Loops:
                     continue
                 parts = schedule.parts(batch, after.steps)
                 for part in parts:
-                    began_s = time.monotonic()
-                    samples = next(data)
-                    waited_s = time.monotonic() - began_s
-                    work.give(training, part, halved=schedule.halved(part), waited_s=waited_s)
-                    yield samples
+                    yield self._next_samples(training, schedule, data, part)
                     tracker.move(lambda state: state.before_next(loop))
                 balancer.note(after.steps, sum(p.weight for p in parts), work.clock.seconds)
                 work.report(training)
@@ -366,6 +372,48 @@ class Loops:
                 work.report(training)
                 self._link.send(LoopExited())
         work.end_loop(loop)
+
+    def _open(
+        self,
+        training: TrainingState,
+        schedule: RankSchedule,
+        reader: BatchReader | StreamReader,
+    ) -> OpenBatches:
+        """Returns the micro-batches of a loop; those of an island follow what the rounds give it.
+
+        Args:
+            training: The training state.
+            schedule: What this rank computes of the loop.
+            reader: Reads the dataset.
+        """
+        plan = schedule.plan
+        if self.islands is None or not isinstance(plan, IslandPlan):
+            return reader.open(schedule, training.position)
+        assert isinstance(reader, BatchReader)
+        batches = ClaimedBatches(reader, schedule)
+        self.islands.join(training, plan, batches)
+        return batches
+
+    def _next_samples(
+        self,
+        training: TrainingState,
+        schedule: RankSchedule,
+        data: OpenBatches,
+        part: MicroBatch,
+    ) -> Any:
+        """Returns the samples of the next micro-batch, for which training may have to wait.
+
+        Args:
+            training: The training state.
+            schedule: What this rank computes of the loop.
+            data: The open batches.
+            part: The micro-batch.
+        """
+        began_s = time.monotonic()
+        samples = next(data)
+        waited_s = time.monotonic() - began_s
+        self._work.give(training, part, halved=schedule.halved(part), waited_s=waited_s)
+        return samples
 
     def _begin_batch(self, data: OpenBatches, batch: GlobalBatch, after: DataPosition) -> None:
         """Begins a global batch, whose data may have to be waited for.

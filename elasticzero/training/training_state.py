@@ -111,7 +111,7 @@ class TrainingState:
             self.requests.go_on(self.position.tagging)
         elif loaded.stored:
             self.requests.resume(self.position.tagging, self.step)
-        copy = self._copy_now()
+        copy = self.copy_now()
         self.stager.begin(copy, None if boundary is None else boundary.captures)
         self._verifier.begin(self.step, verified=boundary is None)
         self._tracker.record(StepEvent.LOADED)
@@ -200,7 +200,7 @@ class TrainingState:
             (self._stop_reason or "") if groups is None else groups.share_text(self._stop_reason)
         )
         self.position = replace(self.position, stopped=reason)
-        self.copy = self._copy_now()
+        self.copy = self.copy_now()
 
     def end_epoch(self, ends: EpochEnd) -> None:
         """Runs the script's `on_epoch_end`; the new state and position are the boundary's."""
@@ -212,11 +212,12 @@ class TrainingState:
             self.take_changes()
         at = self.position
         self.position = replace(ends.after, stopped=at.stopped, skipped=at.skipped)
-        self.copy = self._copy_now()
+        self.copy = self.copy_now()
         if ends.run is not None:
             self.agree_to_stop(Call.EPOCH_END)
 
-    def _copy_now(self) -> BoundaryCopy:
+    def copy_now(self) -> BoundaryCopy:
+        """Returns a copy of the small state, with the parameters as they are for the boundary's."""
         self.values.mark()
         return self.requests.stamped(self.auxiliary.capture(self.step, self.position))
 
@@ -368,7 +369,7 @@ class TrainingState:
         self._tracker.record(StepEvent.REACH)
         refused = self._take_changes()
         lost = self._complete_step() if applied else None
-        self.copy = self._copy_now()
+        self.copy = self.copy_now()
         self._tracker.record(StepEvent.BOUNDARY)
         self._link.check()
         self.stager.check()
@@ -519,7 +520,7 @@ class TrainingState:
     def _call_functions(self) -> None:
         if self._change is not None and self._change.call_functions():
             self.take_changes()
-            self.copy = self._copy_now()
+            self.copy = self.copy_now()
 
     def _capture_due(self, *, applied: bool, last: bool, tell: bool) -> None:
         """Captures what is due at this boundary, or was asked for.

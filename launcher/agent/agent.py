@@ -25,7 +25,6 @@ from elasticzero.ipc.channel import ChannelClosed, readable
 from elasticzero.ipc.messages import (
     AbandonSave,
     Captured,
-    FaultStruck,
     Message,
     Saved,
     SnapshotHeld,
@@ -37,7 +36,7 @@ from elasticzero.launcher.agent.assignments import assignments, begin_inside, sn
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import log_for_node
 from elasticzero.launcher.agent.core import AgentCore, StoreSide
-from elasticzero.launcher.agent.extensions import AgentContext, ExtensionFactory, Extensions
+from elasticzero.launcher.agent.extensions.base import AgentContext, ExtensionFactory, Extensions
 from elasticzero.launcher.agent.observer import ClusterObserver
 from elasticzero.launcher.agent.reporter import AgentReporter
 from elasticzero.launcher.agent.status import Instruments, agent_routes
@@ -123,11 +122,11 @@ class Agent:
         )
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
         context = AgentContext(
-            options=options, status=self.status, note=self._note, release_fault=self._release_fault
+            options=options, status=self.status, note=self._note, tell=self._tell, wake=self.wake
         )
-        self._extensions = Extensions(extensions, context)
+        self.extensions = Extensions(extensions, context)
         self._spans = open_spans(options.job, options.node, partial(log_for_node, options.node))
-        listeners = [self._extensions.recorded, *([self._spans.take] if self._spans else [])]
+        listeners = [self.extensions.recorded, *([self._spans.take] if self._spans else [])]
         self.events = EventLog(options.log_dir, listeners, options.logs.max_bytes)
         self._compute = ComputePoll()
         self.reporter = AgentReporter(
@@ -251,7 +250,7 @@ class Agent:
     def _show(self, view: View) -> None:
         """Passes on what a turn has seen; nothing that goes wrong here concerns the job."""
         self.reporter.progress(view, self._group)
-        self._extensions.turn(view, self.access)
+        self.extensions.turn(view, self.access)
         with contained("the line about the nodes that are waited for"):
             self._log_present_nodes(view)
         with contained("the poll of the workers' own times"):
@@ -322,7 +321,7 @@ class Agent:
             heard = group.poll_messages(now_s, ended)
             self.reporter.received(group, heard, now_s)
             for worker, message in heard:
-                self._extensions.received(worker.rank, message)
+                self.extensions.received(worker.rank, message)
                 match message:
                     case Switched(step=step) if self._prepared is not None:
                         self._take_role(world_after(*self._prepared, step))
@@ -405,7 +404,7 @@ class Agent:
         """
         self.saver.begin(snapshot_role(world, index, self._agreed.secret, self.options.tls))
         self.reporter.starting(world, index, now_s)
-        self._extensions.started(world, world.ranks(index))
+        self.extensions.started(world, world.ranks(index))
         assigned = assignments(self.options, world, index, self._agreed.secret)
         self._launch(world, assigned, now_s)
 
@@ -474,7 +473,7 @@ class Agent:
         index = world.find(me.node, me.incarnation)
         if prepared is not None and index is not None:
             self.saver.begin(snapshot_role(world, index, self._agreed.secret, self.options.tls))
-            self._extensions.started(world, world.ranks(index))
+            self.extensions.started(world, world.ranks(index))
 
     def _adopt_token(self) -> None:
         """Adopts the token that the other nodes use; raises `UserError` if this node was given
@@ -564,9 +563,9 @@ class Agent:
     def _note(self, event: EventName, **fields: Any) -> None:
         self.reporter.note(event, **fields)
 
-    def _release_fault(self, step: int) -> None:
+    def _tell(self, message: Message) -> None:
         if self._group is not None:
-            self._group.broadcast(FaultStruck(step=step))
+            self._group.broadcast(message)
 
     def status(self) -> dict[str, Any]:
         """Returns plain values for `/status`, without secrets."""
@@ -579,7 +578,7 @@ class Agent:
     def routes(self) -> dict[str, Route]:
         """Returns what this agent serves besides events and snapshots, by path."""
         routes = agent_routes(self._metrics, self._pulse, self.status, self.job_metrics)
-        return {**routes, **self._extensions.routes()}
+        return {**routes, **self.extensions.routes()}
 
     def close(self, code: ExitCode | None = None) -> None:
         """Stops the workers, releases the node's name and frees the shared memory."""
@@ -591,7 +590,7 @@ class Agent:
             self._retire_group()
         self._reserve.close()
         done = self.view.done if self.view is not None else None
-        self._extensions.close(done.outcome if done is not None else None)
+        self.extensions.close(done.outcome if done is not None else None)
         self.saver.close(at_once=code is ExitCode.SUPERSEDED, job_ended=done is not None)
         self._membership.close()
         self.reporter.close(code)

@@ -48,6 +48,7 @@ from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.log_rotation import LogLimit
 from elasticzero.launcher.workers.process import worker_environment
 from elasticzero.launcher.workers.reserve.standby_rules import StandbyMode
+from elasticzero.options.diloco import islands_of
 from elasticzero.options.settings import TrainingSettings
 
 STORAGE_LIMIT_S = 30.0
@@ -114,6 +115,18 @@ class AgentOptions:
     has not answered."""
 
     @property
+    def is_island(self) -> bool:
+        """Returns whether this node is an island, which trains by itself and averages with
+        others."""
+        return self.training.diloco is not None
+
+    @property
+    def job_of_island(self) -> str:
+        """Returns the name under which this node's world is coordinated: an island is a job in
+        itself."""
+        return f"{self.job}/islands/{self.node}" if self.is_island else self.job
+
+    @property
     def node_places(self) -> list[NodePlace]:
         """Returns what the workers of this node are on it, in whatever world."""
         return [
@@ -154,8 +167,16 @@ def agent_options(
     check_metrics_directory(os.environ)
     memory = check_folder(args.snapshot_dir)
     overflow = overflow_folder(memory)
-    directory, storage_error = _checkpoint_directory(args)
+    diloco = islands_of(args.strategy, parsed.training.diloco)
+    # Each island saves in a folder of its own.
+    folder = "" if diloco is None else f"/islands/{node}"
+    directory, storage_error = _checkpoint_directory(args, folder)
     workers = worker_settings(args, nproc, os.environ)
+    training = replace(parsed.training, checkpoint_dir=directory)
+    if diloco is not None:
+        nodes = (1, 1)
+        parsed = replace(parsed, policy={**parsed.policy, "strategy": diloco.inner})
+        training = replace(training, diloco=diloco)
     options = AgentOptions(
         job=job,
         node=node,
@@ -165,7 +186,7 @@ def agent_options(
         log_dir=make_log_directory(args.log_dir, job) / node,
         snapshot_dir=snapshot_directory(job, node, memory),
         overflow_dir=snapshot_directory(job, node, overflow) if overflow else None,
-        training=replace(parsed.training, checkpoint_dir=directory),
+        training=training,
         console=console,
         workers=workers,
         logs=LogLimit(**parsed.logs),
@@ -175,12 +196,21 @@ def agent_options(
     return options, storage_error
 
 
-def _checkpoint_directory(args: argparse.Namespace) -> tuple[str | None, StorageError | None]:
+def _checkpoint_directory(
+    args: argparse.Namespace, folder: str
+) -> tuple[str | None, StorageError | None]:
     """Returns the resolved directory, and why it cannot be written, where other nodes may be able
-    to."""
+    to.
+
+    Args:
+        args: Parsed options.
+        folder: Folder in it that this node saves in, with a slash before it; empty: itself.
+    """
     if args.checkpoint_dir is None:
         return None, None
-    place = open_directory(args.checkpoint_dir)
+    place = open_directory(
+        args.checkpoint_dir.rstrip("/") + folder if folder else args.checkpoint_dir
+    )
     try:
         within(STORAGE_LIMIT_S, place.where, lambda: check_writable(place))
     except StorageError as error:

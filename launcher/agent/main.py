@@ -30,7 +30,8 @@ from elasticzero.launcher.agent.etcd_hosting import (
     wait_for_lower_ranks,
     wait_for_others,
 )
-from elasticzero.launcher.agent.extensions import ExtensionFactory
+from elasticzero.launcher.agent.extensions.base import ExtensionFactory
+from elasticzero.launcher.agent.extensions.island import IslandExtension
 from elasticzero.launcher.agent.node_claim import listen_on_free_port
 from elasticzero.launcher.agent.status import Instruments, LoopPulse
 from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
@@ -111,6 +112,8 @@ class Coordination:
     node_rank: int | None = None
     """Number of nodes that must be registered before this one registers; None: it registers at
     once."""
+    islands: int = 1
+    """Number of islands with which their rounds begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +167,17 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             log_line(f"--etcd is not given: this agent started an etcd at {etcd.endpoint}")
         elif coordination.hosted is not None:
             hosts = stack.enter_context(hosted(coordination.hosted, log_line, private))
-        store = EtcdStore(
-            endpoints,
-            job_prefix(options.job),
-            access=coordination.access,
-            observe=metrics.observe_etcd,
+        open_store = partial(
+            EtcdStore, endpoints, access=coordination.access, observe=metrics.observe_etcd
         )
+        store = open_store(job_prefix(options.job_of_island))
         store.renew_leases_while(pulse.turns)
         stack.callback(store.close)
+        shared = store  # what all nodes of the job share, islands too
+        if options.is_island:
+            shared = open_store(job_prefix(options.job))
+            shared.renew_leases_while(pulse.turns)
+            stack.callback(shared.close)
         display.show(f"waiting for etcd at {','.join(endpoints)}")
         ended = _wait_for_store(store, options, endpoints, restart=coordination.restart)
         if ended is not None:
@@ -190,9 +196,12 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         if coordination.storage_error is None and not has_begun:
             display.show("waiting for the checkpoint directory")
             _claim_checkpoints(options, endpoints, coordination.access)
-        agreed = _retry_store(
-            partial(agree_on_token, run, coordination.token, coordination.tls.mode), options
-        )
+        agree = partial(agree_on_token, node_token=coordination.token, tls=coordination.tls.mode)
+        record = None
+        if options.is_island:  # all islands have one token
+            job_run = RunStore(shared, _retry_store(partial(stored_run, shared), options), log_line)
+            record = _retry_store(partial(agree, job_run), options).record
+        agreed = _retry_store(partial(agree, run, shared=record), options)
         if hosts and coordination.hosted is not None:
             stack.callback(wait_for_others, store)
             host = network.host or own_address(coordination.hosted)
@@ -229,7 +238,11 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         ttl_s = int(options.policy.lease_ttl_s)
         membership = Membership(run, me, ttl_s, store_socket, bind=bind)
         instruments = Instruments(metrics=metrics, pulse=pulse, progress=display)
-        agent = Agent(options, run, membership, instruments, agreed, launching.extensions)
+        extensions = [*launching.extensions]
+        if options.is_island:
+            islands = coordination.islands
+            extensions.append(partial(IslandExtension, store=shared, me=me, islands=islands))
+        agent = Agent(options, run, membership, instruments, agreed, extensions)
         stack.enter_context(
             AgentServer(
                 listening,
@@ -237,6 +250,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
                 snapshots=agent.snapshots,
                 events=agent.events.newest,
                 token=lambda: agent.token,
+                files=agent.extensions.files(),
                 tokenless=TokenlessAccess(open_status=options.open_status, names=names),
                 run=run.number,
                 tls=tls,

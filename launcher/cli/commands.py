@@ -37,7 +37,7 @@ from elasticzero.options.resolve import with_source
 from elasticzero.text import count_text
 
 if TYPE_CHECKING:
-    from elasticzero.launcher.agent.extensions import ExtensionFactory
+    from elasticzero.launcher.agent.extensions.base import ExtensionFactory
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,8 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
         restart=args.restart,
         storage_error=resolved.storage_error,
         hosted=rendezvous.hosted,
-        node_rank=rendezvous.node_rank if least == most else None,
+        node_rank=rendezvous.node_rank if least == most and not options.is_island else None,
+        islands=least,
     )
     names = tuple(name.strip() for name in (args.http_names or "").split(",") if name.strip())
     host = without_brackets(args.host) if args.host else None

@@ -12,6 +12,7 @@ from typing import Any
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.cli.control import open_job_store, read_job
 from elasticzero.launcher.cli.job_access import OperatorCredentials, access_for_operator
+from elasticzero.launcher.cli.rounds_status import read_rounds, rounds_json, rounds_text
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import query_agents
 from elasticzero.launcher.observability.job_status import Job, collect_status, page_address
@@ -57,6 +58,10 @@ def status(
         UserError: etcd has no such job.
     """
     with open_job_store(name, endpoints, access) as store:
+        if (read := read_rounds(store)) is not None:
+            text = json.dumps(rounds_json(name, *read), indent=2) if as_json else None
+            print_result(text or rounds_text(name, *read))
+            return ExitCode.DONE
         job, phases, agents = read_stored_job(store, name, operator)
     for line in job.unreadable:
         print_error(line)

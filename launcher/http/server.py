@@ -138,6 +138,7 @@ class AgentServer:
         snapshots: SnapshotSource,
         events: Callable[[int], LogPart],
         token: Callable[[], Secret],
+        files: Mapping[str, Callable[[str], BinaryIO]] | None = None,
         tokenless: TokenlessAccess | None = None,
         run: int = UNSTATED,
         tls: TlsContexts | None = None,
@@ -151,6 +152,8 @@ class AgentServer:
             events: returns a log's newest part of at most so many bytes; raises
                 `FileNotFoundError` if there is no log.
             token: returns the job's token.
+            files: what opens other files that agents read, by the folder that they are served in;
+                raises `FileNotFoundError` for a name that has none.
             tokenless: what clients without the token may do; None: as little as by default.
             run: number of the agent's run of the job; requests of another run are refused.
             tls: contexts of its connections; None: it serves without TLS.
@@ -158,6 +161,7 @@ class AgentServer:
         self.routes = routes
         self.snapshots = snapshots
         self.events = events
+        self.files = dict(files or {})
         self.run = run
         tokenless = tokenless or TokenlessAccess()
         self.open_status = tokenless.open_status
@@ -262,10 +266,10 @@ class _Handler(BaseHTTPRequestHandler):
             elif path == "/events":
                 self._check_token()
                 self._send_events(body=body)
-            elif path.startswith("/snapshots/"):
+            elif path.startswith("/snapshots/") or path.split("/")[1] in agent.files:
                 self._check_token()
                 self._check_proof()
-                self._send_snapshot(path, body=body)
+                self._send_stored(path, body=body)
             else:
                 raise RequestRefused(
                     HTTPStatus.NOT_FOUND,
@@ -375,18 +379,23 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(part.head)
                 self._send_file(part.file, part.start, part.stop)
 
-    def _send_snapshot(self, path: str, *, body: bool) -> None:
-        generation, step, name = _snapshot_file(path)
+    def _open_stored(self, path: str) -> BinaryIO:
+        """Opens a file of a snapshot, or one that an extension serves."""
+        _, folder, *names = path.split("/")
+        name = names[-1] if names else ""
         try:
-            file = self.server.agent.snapshots.open_file(generation, step, name)
+            if len(names) == 1 and (open_file := self.server.agent.files.get(folder)):
+                return open_file(name)
+            generation, step, name = _snapshot_file(path)
+            return self.server.agent.snapshots.open_file(generation, step, name)
         except FileNotFoundError:
-            raise RequestRefused(
-                HTTPStatus.NOT_FOUND, f"no file {name} of that snapshot here"
-            ) from None
+            raise RequestRefused(HTTPStatus.NOT_FOUND, f"no file {name} here") from None
         except OSError as error:
             why = f"file {name} cannot be opened: {error.strerror}"
             raise RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, why) from None
-        with file:
+
+    def _send_stored(self, path: str, *, body: bool) -> None:
+        with self._open_stored(path) as file:
             size = os.fstat(file.fileno()).st_size
             ranged = self.headers.get("Range")
             start, stop = (0, size) if ranged is None else _byte_range(ranged, size)

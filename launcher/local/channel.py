@@ -24,8 +24,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import suppress
 from typing import Any
 
-from elasticzero.ipc.messages import AwaitsFault, Message
-from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension, ExtensionFactory
+from elasticzero.ipc.messages import AwaitsFault, FaultStruck, Message
+from elasticzero.launcher.agent.extensions.base import (
+    AgentContext,
+    AgentExtension,
+    ExtensionFactory,
+)
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.view import View
@@ -124,15 +128,15 @@ class FaultRelay(AgentExtension):
     """Passes on to the command which ranks wait for a fault, and to the workers that it has
     come."""
 
-    def __init__(self, channel: LocalChannel, release: Callable[[int], None]) -> None:
+    def __init__(self, channel: LocalChannel, tell: Callable[[Message], None]) -> None:
         """Begins before any worker is started.
 
         Args:
             channel: The agent's end.
-            release: Tells the node's workers that the faults up to a step have come.
+            tell: Sends a message to the node's workers.
         """
         self._channel = channel
-        self._release = release
+        self._tell = tell
         self._generation = self._count = 0
         """Number of the generation, and of its ranks on this node."""
         self._struck = -1
@@ -146,7 +150,7 @@ class FaultRelay(AgentExtension):
         if not isinstance(message, AwaitsFault):
             return
         if message.step <= self._struck:
-            self._release(self._struck)
+            self._tell(FaultStruck(step=self._struck))
             return
         place = {"generation": self._generation, "rank": rank, "ranks": self._count}
         self._channel.send(waits=message.step, **place)
@@ -159,7 +163,7 @@ class FaultRelay(AgentExtension):
         if self._channel.closed:
             self._struck = EVERY_STEP
         if self._struck > before:
-            self._release(self._struck)
+            self._tell(FaultStruck(step=self._struck))
 
     def close(self, outcome: str | None) -> None:
         """Closes the agent's end."""
@@ -170,7 +174,7 @@ def fault_relay(channel: LocalChannel) -> ExtensionFactory:
     """Returns what makes the extension of an agent that `elasticzero local` has started."""
 
     def create(context: AgentContext) -> AgentExtension:
-        return FaultRelay(channel, context.release_fault)
+        return FaultRelay(channel, context.tell)
 
     return create
 

@@ -29,6 +29,7 @@ from elasticzero.launcher.observability.output import terminal
 from elasticzero.launcher.options.table import passed_on_arguments
 from elasticzero.launcher.options.validation import make_log_directory, parse_nnodes
 from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.options.diloco import NAME
 from elasticzero.text import count_text
 
 
@@ -42,7 +43,8 @@ def agent_arguments(args: argparse.Namespace, endpoint: str, most: int) -> list[
         endpoint: The member of etcd that the agents use.
         most: Maximum number of nodes that the cluster ever has.
     """
-    nnodes = args.nnodes or f"1:{most}"
+    least = args.nodes if args.strategy == NAME else 1  # islands begin together
+    nnodes = args.nnodes or f"{least}:{most}"
     options = ["--config=", "--etcd", endpoint, "--nnodes", nnodes, "--http-port", "0"]
     options += ["--preemption", "none", "--progress", "off"]
     options += [*passed_on_arguments(args), *_output_options(args)]

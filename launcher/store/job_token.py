@@ -78,7 +78,12 @@ def check_given(token: Secret | None) -> Secret | None:
     return token
 
 
-def agree_on_token(store: Store, node_token: Secret | None, tls: TlsMode | None = None) -> Agreed:
+def agree_on_token(
+    store: Store,
+    node_token: Secret | None,
+    tls: TlsMode | None = None,
+    shared: Record | None = None,
+) -> Agreed:
     """Returns the token of this node's job, and puts it into the store if none is there.
 
     Args:
@@ -86,6 +91,8 @@ def agree_on_token(store: Store, node_token: Secret | None, tls: TlsMode | None 
         node_token: The token that this node was given; None: none.
         tls: Where this node was told to take certificates from; None: it does as the others of its
             job. The first one makes them of the token if it was given one.
+        shared: Record of the token that all islands of the job have; None: this job is no island,
+            or the store is theirs in common.
 
     Raises:
         UserError: The job has another token, or does otherwise.
@@ -93,7 +100,9 @@ def agree_on_token(store: Store, node_token: Secret | None, tls: TlsMode | None 
     history = store.history.number
     candidate = node_token or Secret(secrets.token_urlsafe(32))
     is_given = node_token is not None
-    record = Record(
+    if shared is not None and shared.token is not None:
+        candidate = Secret(shared.token)
+    record = shared or Record(
         digest=_digest(candidate),
         token=None if is_given else candidate.reveal,
         tls=tls or ("job" if is_given else "off"),

@@ -12,7 +12,7 @@ from tests.integration.clusters import REGRESSION
 PROGRAM = """
 import sys
 
-from elasticzero.launcher.agent.extensions import AgentExtension
+from elasticzero.launcher.agent.extensions.base import AgentExtension
 from elasticzero.launcher.cli.commands import add_run
 from elasticzero.launcher.options.parser import Parser
 

@@ -18,7 +18,7 @@ import pytest
 
 from elasticzero.ipc.assignment import Resume
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.extensions import AgentContext
+from elasticzero.launcher.agent.extensions.base import AgentContext
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import STATUS
 from elasticzero.launcher.http.routes import Answer, Route, json_answer

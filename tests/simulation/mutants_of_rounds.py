@@ -112,8 +112,8 @@ MUTANTS_OF_ROUNDS = (
     Mutant(
         name="an island contributes again before it knows what became of the first one",
         file=PROGRESS,
-        right="        if part.sent is not None or not part.steps:",
-        wrong="        if not part.steps:",
+        right="    if part.sent is not None or not part.steps:",
+        wrong="    if not part.steps:",
         search="islands",
     ),
 )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension
+from elasticzero.launcher.agent.extensions.base import AgentContext, AgentExtension
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import query_agents
 from elasticzero.launcher.http.routes import Answer, Route, json_answer

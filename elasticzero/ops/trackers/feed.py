@@ -21,7 +21,7 @@ from typing import Any
 from elasticzero.concurrency import run_parallel
 from elasticzero.ipc.messages import Message
 from elasticzero.launcher.agent.console import log_for_node
-from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension
+from elasticzero.launcher.agent.extensions.base import AgentContext, AgentExtension
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.agent_client import query_agent
 from elasticzero.launcher.http.routes import Answer, Route, json_answer

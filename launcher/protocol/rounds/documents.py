@@ -174,8 +174,10 @@ class IslandReport:
     fragments: tuple[FragmentReport, ...]
     seat: int = 0
     """Number of the seat with which it has all of this; 0: none yet."""
-    claims: int = 0
-    """Number of claims that it wants to have been granted in all."""
+    claim: int = 0
+    """Number of the claim that it trains on; 0: it has begun none."""
+    ahead: int = 0
+    """Number of claims that it wants to have besides that one; 0: it is about to leave."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
 
@@ -249,12 +251,18 @@ class Fragment:
     left_out: tuple[str, ...] = ()
     """Islands whose contribution to the present round could not be fetched."""
     recent: tuple[Committed, ...]
-    """Committed rounds, the newest last, as far back as an island that lives holds the state of."""
+    """Committed rounds, the newest last; without contributors where all islands that live hold a
+    later state."""
 
     @property
     def outer(self) -> Outer:
         """Returns the state of the outer optimizer after the last committed round."""
         return self.recent[-1].outer
+
+    def since_forgotten(self) -> tuple[Committed, ...]:
+        """Returns the recent rounds from the last one on whose contributors are not there."""
+        last = max(n for n, past in enumerate(self.recent) if n == 0 or not past.contributors)
+        return self.recent[last:]
 
     def has(self, outer: Outer | None) -> bool:
         """Returns whether a state is that after one of the recent rounds."""

@@ -27,7 +27,9 @@ documents alone, so that another lead goes on from the same point. Rules:
       that counted in them are dropped.
  RD8  An island that holds a state is given samples as often as it asks, those that were given back
       first: `every` inner batches. The samples of an inner step of all islands are divided over
-      those that live. No claim has samples of two epochs.
+      those that live. No claim has samples of two epochs. An island may ask for several at once, to
+      train on while a lost lead is replaced; near the end it has one that it has not begun, or half
+      of its part of what is left.
  RD9  Samples are committed with the last fragment's rounds: those of earlier claims, and of the
       newest claim up to the position that the contribution names. What is left of a claim stays.
  RD10 The first island begins the rounds with its own state, and where no island holds any state
@@ -57,6 +59,9 @@ from elasticzero.launcher.protocol.rounds.documents import (
     Settled,
     Sum,
 )
+
+REMEMBERED = 32
+"""Maximum number of rounds of a fragment that are remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +152,13 @@ def _nobody_holds(rounds: Rounds, view: LeadView) -> bool:
 
 
 def _rounds_held(rounds: Rounds, view: LeadView, number: int) -> list[int]:
-    """Returns the recent rounds of a fragment whose states islands have that live."""
+    """Returns the recent rounds of a fragment whose states islands have that live; none of those
+    before the last one whose contributors are forgotten, for what came after that cannot be
+    taken back."""
     return [
         past.outer.round
         for report in view.reports.values()
-        for past in rounds.fragments[number].recent
+        for past in rounds.fragments[number].since_forgotten()
         if report.fragments[number].has(past)
     ]
 
@@ -228,15 +235,20 @@ def _with_fragment(rounds: Rounds, number: int, fragment: Fragment) -> Rounds:
 
 
 def _without_lost_rounds(rounds: Rounds, view: LeadView, number: int) -> Rounds:
-    """Returns the rounds without those of a fragment whose state nobody holds (RD7), and without
-    the record of those that all hold a later state of."""
+    """Returns the rounds without those of a fragment whose state nobody holds (RD7). Of those that
+    all hold a later state of, the states alone are kept, and not for ever: an island that comes may
+    be fetching one."""
     fragment = rounds.fragments[number]
     rounds_held = _rounds_held(rounds, view, number)
     if not rounds_held or _some_are_silent(rounds, view):
         return rounds
     first, last = min(rounds_held), max(rounds_held)
     void = [past for past in fragment.recent if past.outer.round > last]
-    recent = tuple(past for past in fragment.recent if first <= past.outer.round <= last)
+    recent = tuple(
+        past if past.outer.round >= first else replace(past, contributors=())
+        for past in fragment.recent[-REMEMBERED:]
+        if past.outer.round <= last
+    )
     if void:
         fragment = replace(fragment, closing=None, called=False)
     rounds = _with_fragment(rounds, number, replace(fragment, recent=recent))
@@ -391,7 +403,7 @@ def _closed(rounds: Rounds, view: LeadView, settings: RoundSettings, number: int
     training = [
         seat
         for seat, _ in _living(rounds, view, number)
-        if (seat.claims or seat.island in ready) and seat.island not in fragment.left_out
+        if (_trains(seat, view) or seat.island in ready) and seat.island not in fragment.left_out
     ]
     established = [seat for seat in training if seat.settled[number].number] or training
     count = sum(seat.island in ready for seat in established)
@@ -421,6 +433,12 @@ def _closed(rounds: Rounds, view: LeadView, settings: RoundSettings, number: int
     return _with_fragment(rounds, number, replace(fragment, closing=closing, attempts=attempt))
 
 
+def _trains(seat: Seat, view: LeadView) -> bool:
+    """Returns whether an island has samples, and will train on them."""
+    report = _report(seat, view)
+    return bool(seat.claims) and report is not None and report.ahead > 0
+
+
 def _owner(rounds: Rounds, view: LeadView, number: int) -> str | None:
     """Returns the island that computes the next attempt; None: none holds the newest state."""
     fragment = rounds.fragments[number]
@@ -436,7 +454,7 @@ def _given(rounds: Rounds, view: LeadView, settings: RoundSettings) -> Rounds:
         report = _report(seat, view)
         assert report is not None
         batch = share_of(rounds.order.global_batch, place, len(living))
-        while batch and seat.granted < report.claims:
+        while _may_have_more(rounds, seat, report, len(living)):
             claim, free, after = granted(rounds, seat.granted + 1, settings.every * batch, batch)
             if claim is None:
                 break
@@ -449,12 +467,28 @@ def _given(rounds: Rounds, view: LeadView, settings: RoundSettings) -> Rounds:
     return rounds
 
 
+def _may_have_more(rounds: Rounds, seat: Seat, report: IslandReport, islands: int) -> bool:
+    """Returns whether an island is to be given another claim.
+
+    Args:
+        rounds: The rounds.
+        seat: The island's seat.
+        report: Its report.
+        islands: Number of islands that live.
+    """
+    unbegun = [len(claim.samples) for claim in seat.claims if claim.number > report.claim]
+    left = rounds.order.total - rounds.next + sum(map(len, rounds.free))
+    return len(unbegun) < report.ahead and (not unbegun or 2 * sum(unbegun) * islands < left)
+
+
 def _is_done(rounds: Rounds, view: LeadView) -> bool:
-    """Returns whether all samples are committed, and nothing else is left to be."""
+    """Returns whether all samples are committed, nothing else is left to be, and all islands have
+    the last state: then none needs another one."""
     if rounds.next < rounds.order.total or any(rounds.uncommitted()):
         return False
-    numbers = range(len(rounds.fragments))
     return not any(
-        rounds.fragments[number].closing or _open_contributions(rounds, view, number)
-        for number in numbers
+        fragment.closing
+        or _open_contributions(rounds, view, number)
+        or any(part.outer != fragment.outer for _, part in _living(rounds, view, number))
+        for number, fragment in enumerate(rounds.fragments)
     )

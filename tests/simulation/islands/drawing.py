@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from elasticzero.islands.progress import Schedule
 from elasticzero.launcher.protocol.rounds.documents import SampleOrder
 from elasticzero.launcher.protocol.rounds.lead import RoundSettings
+from elasticzero.options.diloco import DiLoCo
 
 KINDS = ("kill", "kill", "freeze", "join", "drain", "store", "cut", "begin again")
 """Faults, each as often as it is drawn."""
@@ -22,9 +22,11 @@ class Drawn:
     islands: int
     speeds: tuple[float, ...]
     """Shares of the ticks in which islands make an inner step; one is drawn for each."""
-    schedule: Schedule
+    diloco: DiLoCo
     settings: RoundSettings
     order: SampleOrder
+    ahead: int
+    """Number of claims that islands ask for besides the one that they train on."""
     faults: tuple[int, ...]
     """Ticks of the faults."""
     delay: int
@@ -45,7 +47,7 @@ def draw(seed: int) -> Drawn:
     return Drawn(
         islands=dice.randint(1, 5),
         speeds=dice.choice([(1.0,), (1.0, 1.0, 0.5), (1.0, 0.2)]),
-        schedule=Schedule(every=every, fragments=fragments, grace=dice.randint(0, 4)),
+        diloco=DiLoCo(every=every, fragments=fragments, grace=dice.randint(0, 4)),
         settings=RoundSettings(
             every=every,
             quorum=dice.choice([1.0, 1.0, 0.5, 0.75]),
@@ -57,6 +59,7 @@ def draw(seed: int) -> Drawn:
             global_batch=dice.randint(1, 12),
             digest="of the order",
         ),
+        ahead=dice.choice([1, 1, 3]),
         faults=tuple(
             sorted(dice.randint(5, LAST_FAULT) for _ in range(dice.choice([0, 3, 8, 15])))
         ),

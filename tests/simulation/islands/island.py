@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticzero.islands.progress import FragmentProgress, Progress
+from elasticzero.ipc.rounds import FragmentProgress, IslandProgress
+from elasticzero.islands.progress import after_step, contributed, is_due, took
 from elasticzero.launcher.protocol.rounds.documents import (
     Contribution,
     FragmentReport,
@@ -51,7 +52,7 @@ class Island:
     seen: int = 0
     """Tick up to which it has seen what is in the store."""
     is_registered: bool = False
-    progress: Progress = field(default_factory=lambda: Progress(fragments=()))
+    progress: IslandProgress = field(default_factory=lambda: IslandProgress(fragments=()))
     outer: list[Outer] = field(default_factory=list)
     sums: list[Sum | None] = field(default_factory=list)
     unreachable: list[Unreachable | None] = field(default_factory=list)
@@ -73,8 +74,8 @@ class Island:
         self.incarnation, self.seat = f"{self.name}.{self.count}", 0
         self.is_registered, self.has_samples, self.task = False, True, None
         self.outer = [*outer]
-        parts = tuple(FragmentProgress(base=state.round) for state in outer)
-        self.progress = Progress(fragments=parts)
+        parts = tuple(FragmentProgress(base=state.round, digest=state.digest) for state in outer)
+        self.progress = IslandProgress(fragments=parts)
         self.sums = [None] * len(outer)
         self.unreachable = [None] * len(outer)
         self.unsent = [[] for _ in outer]
@@ -83,7 +84,7 @@ class Island:
     def begin_with_own(self, initial: State) -> None:
         """Begins as a script does that nobody has given a state."""
         self.states = {digest(initial): initial}
-        self.begin([Outer(round=0, digest=digest(initial))] * self.drawn.schedule.fragments)
+        self.begin([Outer(round=0, digest=digest(initial))] * self.drawn.diloco.fragments)
 
     # What it reports.
 
@@ -96,14 +97,15 @@ class Island:
             origin=Origin(),
             fragments=tuple(self.part(number) for number in numbers),
             seat=self.seat,
-            claims=0 if self.leaving else self.progress.claim + 1,
+            claim=self.progress.claim,
+            ahead=0 if self.leaving else self.drawn.ahead,
         )
 
     def part(self, number: int) -> FragmentReport:
         sent = self.progress.fragments[number].sent
         contribution = None
         if sent is not None:
-            waits = sent.since >= self.drawn.schedule.grace or not self.has_samples
+            waits = sent.since >= self.drawn.diloco.grace or not self.has_samples
             contribution = Contribution(
                 number=sent.number,
                 base=sent.base,
@@ -151,7 +153,7 @@ class Island:
         sent = part.sent.number if part.sent is not None else 0
         if sent == settled.number and settled.round is not None:
             self.counted.append((number, sent, settled.round))
-        self.progress = self.progress.took(number, part.base, settled.number)
+        self.progress = took(self.progress, number, part.base, part.digest, settled.number)
         for key in [k for k in self.contributions if k[0] == number and k[1] <= settled.number]:
             del self.contributions[key]
 
@@ -198,7 +200,7 @@ class Island:
 
     def _advance(self, rounds: Rounds, number: int, outer: Outer) -> None:
         self.outer[number] = outer
-        self.progress = self.progress.took(number, outer.round, 0)
+        self.progress = took(self.progress, number, outer.round, outer.digest, 0)
         if (seat := rounds.seat(self.name, self.incarnation)) is not None:
             self._settle(seat, number)
 
@@ -216,7 +218,7 @@ class Island:
         step = None if self.leaving else self._next_samples(seat)
         if step is not None:
             claim, samples = step
-            self.progress = self.progress.after_step(claim, samples.stop, len(samples))
+            self.progress = after_step(self.progress, claim, samples.stop, len(samples))
             for unsent in self.unsent:
                 unsent.append(samples)
         self.has_samples = step is not None
@@ -224,8 +226,8 @@ class Island:
         last = self.leaving or (none_left and self._next_samples(seat) is None)
         made = {}
         for number, fragment in enumerate(rounds.fragments):
-            called, schedule = fragment.called, self.drawn.schedule
-            if self.progress.is_due(schedule, number, called=called, last=last):
+            called, settings = fragment.called, self.drawn.diloco
+            if is_due(self.progress, settings, number, called=called, last=last):
                 made[self._contribute(number)] = number
         newest = len(self.outer) - 1
         return {n: self._samples_of(n) for n, number in made.items() if number == newest}
@@ -252,7 +254,7 @@ class Island:
         return None
 
     def _contribute(self, number: int) -> int:
-        self.progress = self.progress.contributed(number)
+        self.progress = contributed(self.progress, number)
         sent = self.progress.fragments[number].sent
         assert sent is not None
         samples, self.unsent[number] = self.unsent[number], []

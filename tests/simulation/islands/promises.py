@@ -95,6 +95,8 @@ class Promises:
             del past[void]
         for committed in fragment.recent:
             keys = tuple((c.place, c.number) for c in committed.contributors)
+            if not keys and committed.outer.round in past:
+                continue
             if committed.outer.round not in past and keys:
                 parts = [report.fragments[number] for report in living]
                 self._check_holders(committed, parts)

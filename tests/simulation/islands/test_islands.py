@@ -35,7 +35,7 @@ def test_the_quick_schedules_have_what_is_rare() -> None:
     assert any(play.promises.voided for play in plays)
     assert any("begins anew" in line for line in told)
     drawn = [draw(seed) for seed in range(2 * PART)]
-    assert {plan.schedule.fragments for plan in drawn} == {1, 2, 3}
+    assert {plan.diloco.fragments for plan in drawn} == {1, 2, 3}
 
 
 def test_a_seed_plays_the_same_way_each_time() -> None:

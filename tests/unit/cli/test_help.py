@@ -223,7 +223,7 @@ def test_an_unknown_word_is_told_with_the_nearest(
 @pytest.mark.parametrize(
     ("command", "flag", "value", "choices", "nearest"),
     [
-        ("run", "--strategy", "zreo2", "ddp, zero1, zero2, zero3, auto", "zero2"),
+        ("run", "--strategy", "zreo2", "ddp, zero1, zero2, zero3, diloco, auto", "zero2"),
         ("rehearse", "--faults", "kill-nod", "kill-worker, kill-node, drain, join", "kill-node"),
     ],
 )

@@ -28,6 +28,8 @@ from elasticzero.checkpoint.storage.disk import DiskDirectory
 from elasticzero.data.position import DataPosition
 from elasticzero.data.sampling import SampleOrder
 from elasticzero.data.streams.dealing import StreamOrder
+from elasticzero.launcher.islands.documents import REPORTS as REPORTS_OF_ISLANDS
+from elasticzero.launcher.islands.documents import STATE
 from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
@@ -40,6 +42,7 @@ from elasticzero.launcher.protocol.documents import (
     World,
     to_bytes,
 )
+from elasticzero.launcher.protocol.rounds.documents import IslandReport, Rounds
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.job_run import RUN
 from elasticzero.launcher.store.job_token import KEY as TOKEN
@@ -75,6 +78,8 @@ DOCUMENTS: Mapping[str, type[Any]] = {
     DONE: Done,
     TOKEN: TokenRecord,
     RUN: Run,
+    STATE: Rounds,
+    f"{REPORTS_OF_ISLANDS}node": IslandReport,
 }
 """Kinds of the documents in etcd, by key."""
 RECORDS: tuple[type[Any], ...] = (BucketPlan, DataPosition, Manifest, Range, TagFile)

@@ -41,10 +41,11 @@ VALUES = {
     "F": "2e9",
     "WHAT": "batch",
     "FORMAT": "topk:0.25",
+    "NAME=VALUE,…": "every=7",
 }
 """A value that is not the default, by the word that the help shows for it."""
 SPIKES = "skip:3:10"
-NEEDED = {"keep_every": ("keep",)}
+NEEDED = {"keep_every": ("keep",), "diloco": ("strategy",)}
 """Options without which another is refused."""
 
 
@@ -71,7 +72,8 @@ def texts(option: Option, tmp_path: Path) -> dict[str, str]:
     (tmp_path / "held").mkdir()
     rows = {row.name: row for row in TRAINING_OPTIONS}
     names = ["checkpoint_dir", *NEEDED.get(option.name, ()), option.name]
-    return {name: value_of(rows[name], tmp_path) for name in names}
+    texts = {name: value_of(rows[name], tmp_path) for name in names}
+    return {**texts, "strategy": "diloco"} if option.name == "diloco" else texts
 
 
 @pytest.fixture
@@ -169,7 +171,8 @@ def test_each_reaches_the_workers(texts: dict[str, str], script: str, tmp_path: 
         for field in fields(TrainingSettings):
             if field.name != "checkpoint_dir":  # which the agent resolves
                 assert getattr(assignment, field.name) == getattr(by_flag.training, field.name)
-        assert assignment.checkpoint_dir == texts["checkpoint_dir"]
+        island = "/islands/" + options.node if options.is_island else ""
+        assert assignment.checkpoint_dir == texts["checkpoint_dir"] + island
 
 
 def test_ranks_compare_options_by_the_same_texts_as_the_release_before() -> None:
@@ -198,6 +201,7 @@ def test_no_field_of_the_settings_is_without_an_option() -> None:
 
 WRONG = {
     "strategy": "zero9",
+    "diloco": "evry=5",
     "shard": "rack",
     "redundancy": "twice",
     "deterministic": "perhaps",

@@ -12,7 +12,7 @@ import pytest
 from elasticzero.ipc.assignment import Resume
 from elasticzero.ipc.messages import Logged, Message
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.extensions import AgentContext, AgentExtension, Extensions
+from elasticzero.launcher.agent.extensions.base import AgentContext, AgentExtension, Extensions
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.routes import Answer, Route
 from elasticzero.launcher.protocol.documents import Member, World

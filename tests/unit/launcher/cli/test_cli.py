@@ -16,7 +16,7 @@ from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.cli.main import build_parser, main, parse
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.launcher.agent.config import AgentOptions
-from elasticzero.launcher.agent.extensions import ExtensionFactory
+from elasticzero.launcher.agent.extensions.base import ExtensionFactory
 from elasticzero.launcher.cli.commands import add_run
 from elasticzero.launcher.local.command import agent_arguments
 from elasticzero.launcher.observability.event_log import EventReader
@@ -96,7 +96,11 @@ def test_a_flag_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
-        ("ELASTICZERO_STRATEGY", "zero9", "one of ddp, zero1, zero2, zero3, auto is expected"),
+        (
+            "ELASTICZERO_STRATEGY",
+            "zero9",
+            "one of ddp, zero1, zero2, zero3, diloco, auto is expected",
+        ),
         ("ELASTICZERO_KEEP_WORKERS", "maybe", "one of 1, true, yes, 0, false, no is expected"),
         ("ELASTICZERO_CHECKPOINT_EVERY", "often", "a whole number is expected"),
         ("ELASTICZERO_SETTLE", "soon", "a number is expected"),
@@ -135,7 +139,7 @@ def test_a_bad_value_of_an_unused_variable_is_ignored(
         with pytest.raises(SystemExit) as ended:
             parse(["run", *arguments])
         assert ended.value.code == 0
-        assert "--strategy {ddp,zero1,zero2,zero3,auto}" in capsys.readouterr().out
+        assert "--strategy {ddp,zero1,zero2,zero3,diloco,auto}" in capsys.readouterr().out
     else:
         assert parse(["run", *arguments]).strategy == "zero2"
 
@@ -341,7 +345,7 @@ def test_an_agent_that_cannot_start_leaves_its_error_as_an_event(
         (["--lease-ttl", "1.5"], "--lease-ttl 1.5: a whole number is expected"),
         (
             ["--strategy", "zero9"],
-            "--strategy zero9: one of ddp, zero1, zero2, zero3, auto is expected",
+            "--strategy zero9: one of ddp, zero1, zero2, zero3, diloco, auto is expected",
         ),
         (["--http-port", "65536"], "--http-port 65536: a port from 0 to 65535 is expected"),
         (["--settle", "-1"], "--settle -1: 0 or more seconds are expected"),

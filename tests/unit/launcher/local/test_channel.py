@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 
 from elasticzero.ipc.assignment import Resume
-from elasticzero.ipc.messages import AwaitsFault, Busy
+from elasticzero.ipc.messages import AwaitsFault, Busy, FaultStruck, Message
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.local.channel import (
     EVERY_STEP,
@@ -139,7 +139,7 @@ def test_a_rank_that_waits_is_passed_on_and_goes_on_once_it_is_told(
     ends: tuple[LocalChannel, LocalChannel],
 ) -> None:
     command, agent = ends
-    released: list[int] = []
+    released: list[Message] = []
     relay = FaultRelay(agent, released.append)
     relay.started(WORLD, (4, 5))
     relay.received(4, Busy(doing="waiting for a fault"))
@@ -150,9 +150,9 @@ def test_a_rank_that_waits_is_passed_on_and_goes_on_once_it_is_told(
     command.send(struck=60)
     relay.turn(VIEW, ACCESS)
     relay.turn(VIEW, ACCESS)
-    assert released == [60]
+    assert released == [FaultStruck(step=60)]
     relay.received(5, AwaitsFault(step=60))  # a worker that began after it asks in vain
-    assert released == [60, 60]
+    assert released == [FaultStruck(step=60)] * 2
     assert list(command.receive()) == []
 
 
@@ -160,7 +160,7 @@ def test_no_rank_waits_for_a_command_that_is_gone(
     ends: tuple[LocalChannel, LocalChannel],
 ) -> None:
     command, agent = ends
-    released: list[int] = []
+    released: list[Message] = []
     relay = FaultRelay(agent, released.append)
     relay.started(WORLD, (0,))
     relay.received(0, AwaitsFault(step=60))
@@ -169,4 +169,4 @@ def test_no_rank_waits_for_a_command_that_is_gone(
     relay.turn(VIEW, ACCESS)
     relay.received(0, AwaitsFault(step=70))
     relay.close(None)
-    assert released == [EVERY_STEP, EVERY_STEP]
+    assert released == [FaultStruck(step=EVERY_STEP)] * 2

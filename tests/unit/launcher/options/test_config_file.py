@@ -123,7 +123,11 @@ def test_local_takes_lists_where_an_option_repeats(file: Path) -> None:
         ("settle = true", 1, "settle: a number is expected"),
         ("nnodes = [2, 8]", 1, "nnodes: a string or a number is expected"),
         ("job = 2026-01-01", 1, "job: a string or a number is expected"),
-        ("\n\nstrategy = 'zero9'", 3, "strategy zero9: one of ddp, zero1, zero2, zero3, auto"),
+        (
+            "\n\nstrategy = 'zero9'",
+            3,
+            "strategy zero9: one of ddp, zero1, zero2, zero3, diloco, auto",
+        ),
         ("log_dir = 'a'\nlog-dir = 'b'", 2, "log-dir is given twice"),
         ("script = 3", 1, "script: a string is expected"),
         ("args = '--lr 3'", 1, "args: a list of strings and numbers is expected"),

@@ -75,7 +75,9 @@ def test_claims_share_a_step_of_all_islands() -> None:
 
 
 def test_an_island_is_given_claims_while_it_asks_and_there_are_samples() -> None:
-    rounds = following(begun("a"), report("a", 1, claims=50))
+    rounds = begun("a")
+    for claim in range(1, 20):
+        rounds = following(rounds, report("a", 1, claim=claim))
     spans = [claim.samples for claim in rounds.seats[0].claims]
     assert [(s.start, s.stop) for s in spans[4:6]] == [(80, 100), (100, 120)]
     assert spans[-1] == Samples(start=240, stop=250)
@@ -83,8 +85,14 @@ def test_an_island_is_given_claims_while_it_asks_and_there_are_samples() -> None
     assert rounds.seats[0].granted == len(spans) == 13
 
 
+def test_an_island_that_asks_for_several_leaves_others_their_part() -> None:
+    rounds = following(begun("a"), report("a", 1, ahead=50))
+    ahead = sum(len(claim.samples) for claim in rounds.seats[0].claims)
+    assert 250 // 3 <= ahead <= 250 // 2
+
+
 def test_a_lost_islands_samples_are_given_first_to_others() -> None:
-    rounds = following(begun("a", "b"), report("a", 1, claims=2))
+    rounds = following(begun("a", "b"), report("a", 1, claim=1))
     assert [seat.island for seat in rounds.seats] == ["a"]
     assert rounds.seats[0].claims[1].samples == Samples(start=10, stop=20)
     assert rounds.next == 20
@@ -131,6 +139,12 @@ def test_a_newcomer_is_not_waited_for_longer_than_the_grace() -> None:
     after = following(rounds, report("a", 1, contribution=second), report("b", 2))
     assert after.fragments[0].called
     assert after.fragments[0].closing is not None
+
+
+def test_an_island_that_leaves_is_not_waited_for() -> None:
+    before = begun("a", "b")
+    rounds = following(before, contributed("a")[0], report("b", 2, ahead=0))
+    assert rounds.fragments[0].closing is not None
 
 
 def test_an_owner_holds_the_newest_state() -> None:
@@ -232,7 +246,7 @@ def test_a_contribution_that_comes_too_late_is_dropped() -> None:
     rounds = begun("a", "b", settings=settings)
     newest = (*rounds.fragments[0].recent, replace(rounds.fragments[0].recent[0], outer=ONE))
     rounds = replace(rounds, fragments=(replace(rounds.fragments[0], recent=newest),))
-    stale = report("a", 1, contribution=contribution(base=0), claims=1)
+    stale = report("a", 1, contribution=contribution(base=0), ahead=0)
     after = following(rounds, stale, report("b", 2, outer=ONE), settings=settings)
     assert after.seats[0].settled == (Settled(number=1, round=None),)
     assert after.seats[0].claims == ()
@@ -258,11 +272,18 @@ def test_rounds_stay_while_islands_may_come_back() -> None:
     assert after.fragments[0].outer == ONE
 
 
-def test_what_all_islands_have_passed_is_forgotten() -> None:
+def test_of_rounds_that_all_islands_have_passed_the_states_are_kept() -> None:
     rounds = following(closed("a", "b"), *contributed("a", "b", sum=result()))
-    assert len(rounds.fragments[0].recent) == 2
-    after = following(rounds, *contributed("a", "b", outer=ONE))
-    assert [past.outer for past in after.fragments[0].recent] == [ONE]
+    recent = tuple(
+        replace(rounds.fragments[0].recent[1], outer=Outer(round=number, digest=str(number)))
+        for number in range(100)
+    )
+    fragment = replace(rounds.fragments[0], recent=recent)
+    holder = report("a", 1, outer=recent[-1].outer)
+    after = following(replace(rounds, fragments=(fragment,)), holder).fragments[0].recent
+    assert [past.outer for past in after] == [past.outer for past in recent[-32:]]
+    assert after[-1].contributors
+    assert not any(earlier.contributors for earlier in after[:-1])
 
 
 def test_where_all_islands_are_lost_the_first_one_begins_again() -> None:

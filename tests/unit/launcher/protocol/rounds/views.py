@@ -21,7 +21,7 @@ START = Outer(round=0, digest="start")
 SETTINGS = RoundSettings(every=2)
 
 
-def report(island: str, seat: int = 0, claims: int = 1, **part: Any) -> IslandReport:
+def report(island: str, seat: int = 0, claim: int = 0, ahead: int = 1, **part: Any) -> IslandReport:
     """A report of an island with one fragment, whose part has these fields."""
     return IslandReport(
         incarnation=f"{island}.1",
@@ -30,7 +30,8 @@ def report(island: str, seat: int = 0, claims: int = 1, **part: Any) -> IslandRe
         origin=Origin(),
         fragments=(FragmentReport(**{"outer": START, **part}),),
         seat=seat,
-        claims=claims,
+        claim=claim,
+        ahead=ahead,
     )
 
 

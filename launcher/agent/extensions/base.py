@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from elasticzero.ipc.messages import Message
 from elasticzero.launcher.agent.config import AgentOptions
@@ -39,15 +39,16 @@ class AgentContext:
     status: Callable[[], Mapping[str, Any]]
     """Returns what the agent serves at `/status`; callable from any thread."""
     note: Note
-    release_fault: Callable[[int], None] = lambda step: None
-    """Tells this node's workers that the faults of `elasticzero local` up to a step have come;
-    called in the agent's thread only."""
+    tell: Callable[[Message], None] = lambda message: None
+    """Sends a message to this node's workers; called in the agent's thread only."""
+    wake: Callable[[], None] = lambda: None
+    """Wakes the agent's loop; callable from any thread."""
 
 
 class AgentExtension:
     """Receives what an agent sees; each method does nothing unless an extension overrides it.
 
-    All but `routes` are called in the agent's thread.
+    All but `routes` and `files` are called in the agent's thread.
     """
 
     def started(self, world: World, ranks: tuple[int, ...]) -> None:
@@ -69,6 +70,11 @@ class AgentExtension:
 
     def routes(self) -> Mapping[str, Route]:
         """Returns what the agent serves of this extension, by path."""
+        return {}
+
+    def files(self) -> Mapping[str, Callable[[str], BinaryIO]]:
+        """Returns what opens files that other agents of the job read by range: a function of the
+        file's name by the folder that they are served in."""
         return {}
 
     def close(self, outcome: str | None) -> None:
@@ -114,6 +120,14 @@ class Extensions:
             path: route
             for extension in self._extensions
             for path, route in extension.routes().items()
+        }
+
+    def files(self) -> dict[str, Callable[[str], BinaryIO]]:
+        """Returns what opens the files of all extensions, by folder."""
+        return {
+            folder: open_file
+            for extension in self._extensions
+            for folder, open_file in extension.files().items()
         }
 
     def close(self, outcome: str | None) -> None:

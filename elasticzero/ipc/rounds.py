@@ -1,0 +1,192 @@
+"""Defines what an island's workers and its agent tell each other of the rounds. Pure.
+
+`launcher/protocol/rounds` says what rounds are, and has the words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from elasticzero.options.diloco import DiLoCo
+
+ROUNDS_FOLDER = "rounds"
+"""Folder of the files of the rounds in the directory of a node's snapshots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Describes a contribution that is not settled."""
+
+    number: int
+    """Number among the island's contributions to the fragment, from 1."""
+    base: int
+    """Round whose outer parameters it differs from."""
+    samples: int
+    """Number of samples of the inner steps that it sums up."""
+    steps: int
+    """Number of these inner steps."""
+    claim: int
+    """Number of the newest claim of which it has samples."""
+    upto: int
+    """Position after the last of its samples."""
+    since: int = 0
+    """Number of inner steps that the island has made since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentProgress:
+    """Says how far an island is with one fragment."""
+
+    base: int = 0
+    """Round whose outer parameters the island last took."""
+    digest: str = ""
+    """Digest of the outer state after that round."""
+    sent: Sent | None = None
+    """Contribution that is not settled; None: there is none."""
+    number: int = 0
+    """Number of contributions so far."""
+    steps: int = 0
+    """Inner steps since the last contribution."""
+    samples: int = 0
+    """Samples of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesLeft:
+    """Says which samples are in no committed round yet."""
+
+    next: int = 0
+    """Position from which on no sample is."""
+    earlier: tuple[tuple[int, int], ...] = ()
+    """Pieces `[start, stop)` before it."""
+    committed: int = 0
+    """Number of samples in committed rounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandProgress:
+    """Says how far an island is: in its samples, and with each fragment."""
+
+    fragments: tuple[FragmentProgress, ...]
+    incarnation: str = ""
+    """The island's incarnation; empty: it takes part in no rounds yet."""
+    claim: int = 0
+    """Number of the claim that it trains on; 0: it has had none."""
+    upto: int = 0
+    """Position after the last sample that it has used of that."""
+    left: SamplesLeft = field(default_factory=SamplesLeft)
+    """Samples with which rounds would go on that begin with this state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentShape:
+    """Describes the elements of one fragment, which lie end to end."""
+
+    elements: int
+    averaged: int
+    """Number of the last of them, of buffers, which are averaged without an outer step."""
+    dtype: Literal["float32", "float64"]
+    """Of outer parameters, and of what is exchanged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRounds:
+    """Worker to agent: its state is in place, and it will train on what the rounds give it.
+
+    Its part of the state is in the files of `own_name`.
+    """
+
+    settings: DiLoCo
+    epoch: int
+    """Number of samples in an epoch."""
+    total: int
+    """Number of samples in the whole loop."""
+    global_batch: int
+    digest: str
+    """Digest of what all islands must have in common: the order of samples, the model's names and
+    shapes, the settings."""
+    fragments: tuple[FragmentShape, ...]
+    progress: IslandProgress
+    """That of the state that it has restored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandAt:
+    """Worker to agent: how far it is. All of its node's workers send the same, one after the other:
+    files that it names are whole once all have."""
+
+    progress: IslandProgress
+    waits: bool
+    """True if it makes no inner steps: it has no samples, or waits for a round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentNews:
+    """Says how the rounds of one fragment stand, as far as this node has their results."""
+
+    round: int
+    digest: str
+    """Digest of the outer state after this round, whose files `outer_name` names."""
+    called: bool
+    """True if the island is to contribute what it has."""
+    settled: int
+    """Number of the island's last contribution that the state has, or that counts nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenSamples:
+    """Gives the island samples: `[start, stop)` in the order of all epochs of its loop."""
+
+    number: int
+    start: int
+    stop: int
+    batch: int
+    """Number of samples of an inner step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundNews:
+    """Agent to worker: how the rounds stand. Later news replaces earlier."""
+
+    version: int
+    """Number of the news, from 1."""
+    incarnation: str
+    """The island's incarnation. Workers of another one begin with the outer states, and drop what
+    they have made since."""
+    fragments: tuple[FragmentNews, ...]
+    claims: tuple[GivenSamples, ...]
+    left: SamplesLeft
+    """As of the last committed round."""
+    none_left: bool
+    """True if all other samples are given to other islands, or are committed."""
+    done: bool
+    """True if all samples are committed."""
+
+
+def own_name(fragment: int) -> str:
+    """Returns the name of the file with the parameters that a worker begins with."""
+    return f"own-{fragment}.parameters"
+
+
+def outer_name(fragment: int, round: int, digest: str, part: str = "parameters") -> str:
+    """Returns the name of a file with a part of an outer state: its parameters or momentum.
+
+    Args:
+        fragment: Number of the fragment.
+        round: The round after which it is the state.
+        digest: The state's digest.
+        part: The part.
+    """
+    return f"outer-{fragment}-{round}-{digest}.{part}"
+
+
+def sent_name(fragment: int, incarnation: str, number: int) -> str:
+    """Returns the name of the file with a contribution.
+
+    Args:
+        fragment: Number of the fragment.
+        incarnation: The island's incarnation.
+        number: Number of the contribution.
+    """
+    return f"sent-{fragment}-{incarnation}-{number}"

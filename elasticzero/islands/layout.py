@@ -1,0 +1,108 @@
+"""Lays the parameters and buffers of a model end to end in fragments, the same on all islands.
+
+A fragment has parameters that follow each other in the model, then the buffers of its share. Each
+rank of a node writes and reads a part of a fragment's elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from elasticzero.ipc.rounds import FragmentShape
+from elasticzero.spans import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentLayout:
+    """Says where the elements of one fragment lie."""
+
+    names: tuple[str, ...]
+    """Names of parameters and then of buffers, in their order."""
+    offsets: tuple[int, ...]
+    """First element of each, and the number of all."""
+    parameters: int
+    """Number of the names that are of parameters."""
+    dtype: Literal["float32", "float64"]
+
+    @property
+    def shape(self) -> FragmentShape:
+        return FragmentShape(
+            elements=self.offsets[-1],
+            averaged=self.offsets[-1] - self.offsets[self.parameters],
+            dtype=self.dtype,
+        )
+
+    def pieces(self, tensors: Mapping[str, Tensor], part: Span) -> Iterator[tuple[Span, Tensor]]:
+        """Yields the elements of a part of the fragment: (their places, a flat view of them).
+
+        Args:
+            tensors: The tensors by name, each contiguous.
+            part: The part.
+        """
+        for name, first, last in zip(self.names, self.offsets, self.offsets[1:], strict=False):
+            start, stop = max(first, part.start), min(last, part.stop)
+            if start < stop:
+                flat = tensors[name].detach().view(-1)
+                yield Span(start, stop), flat[start - first : stop - first]
+
+
+def part_of(elements: int, place: int, places: int) -> Span:
+    """Returns the elements that one of several ranks writes.
+
+    Args:
+        elements: Number of elements of the fragment.
+        place: The rank's place among those of its node.
+        places: Number of these.
+    """
+    return Span(place * elements // places, (place + 1) * elements // places)
+
+
+def fragments_of(
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], count: int
+) -> list[FragmentLayout]:
+    """Returns the fragments of a model, of about as many elements each.
+
+    Args:
+        parameters: The model's parameters, in its order.
+        buffers: Its buffers of floating-point numbers.
+        count: Number of fragments; there are fewer where there are fewer tensors.
+    """
+    names = _divided(parameters, count)
+    shares = _divided(buffers, len(names)) if names else _divided(buffers, count)
+    shares += [()] * (len(names) - len(shares))
+    layouts = []
+    for own_names, share in zip(names or [()] * len(shares), shares, strict=True):
+        tensors = [*(parameters[n] for n in own_names), *(buffers[n] for n in share)]
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+        layouts.append(
+            FragmentLayout(
+                names=(*own_names, *share),
+                offsets=tuple(accumulate((t.numel() for t in tensors), initial=0)),
+                parameters=len(own_names),
+                dtype="float64" if wide else "float32",
+            )
+        )
+    return layouts
+
+
+def _divided(tensors: Mapping[str, Tensor], count: int) -> list[tuple[str, ...]]:
+    """Divides tensors into groups that follow each other, none of them empty."""
+    total = sum(tensor.numel() for tensor in tensors.values())
+    groups: list[list[str]] = [[] for _ in range(count)]
+    before = 0
+    for name, tensor in tensors.items():
+        middle = before + tensor.numel() / 2
+        groups[min(count - 1, int(middle * count / max(total, 1)))].append(name)
+        before += tensor.numel()
+    return [tuple(group) for group in groups if group]
+
+
+def described(layouts: Sequence[FragmentLayout]) -> list[list[object]]:
+    """Returns what must be the same on all islands, as JSON."""
+    return [[layout.names, layout.offsets, layout.parameters, layout.dtype] for layout in layouts]

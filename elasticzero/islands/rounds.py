@@ -1,0 +1,289 @@
+"""Takes part in the rounds on one rank of an island: contributes, and takes what comes.
+
+All ranks of an island do the same at the same boundary: they agree on the news that they follow.
+What each has of parameters is whole (`ddp`); of a contribution each rank of the node writes its
+part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from elasticzero.ipc.messages import Message
+from elasticzero.ipc.rounds import (
+    FragmentNews,
+    FragmentProgress,
+    GivenSamples,
+    IslandAt,
+    IslandProgress,
+    RoundNews,
+    outer_name,
+    own_name,
+    sent_name,
+)
+from elasticzero.islands.layout import FragmentLayout, part_of
+from elasticzero.islands.parameters import Reference, take, write_difference
+from elasticzero.islands.progress import contributed, is_due, took
+from elasticzero.options.diloco import DiLoCo
+from elasticzero.spans import Span
+
+POLL_S = 0.002
+"""Seconds between two looks for news where a rank waits for it."""
+
+
+class Link(Protocol):
+    """Receives news from the agent, and sends what the agent must know."""
+
+    round_news: dict[int, RoundNews]
+
+    def send(self, message: Message) -> None: ...
+
+    def check(self) -> None:
+        """Raises where the generation is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Says which rank of its node this is, and what it shares with the others."""
+
+    local_rank: int
+    local_ranks: int
+    least: Callable[[int], int]
+    """Returns the least of the numbers that all ranks of the island give."""
+    folder: Path
+    """Folder of the node's files of the rounds."""
+
+
+class IslandRounds:
+    """Takes part in the rounds on one rank."""
+
+    def __init__(
+        self,
+        link: Link,
+        part: Part,
+        settings: DiLoCo,
+        layouts: Sequence[FragmentLayout],
+        tensors: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        """Begins before the state is in place.
+
+        Args:
+            link: The client of the agent.
+            part: This rank's part.
+            settings: The settings of the strategy.
+            layouts: The fragments.
+            tensors: Returns the parameters and buffers by name, as they lie now.
+        """
+        self._link, self._part, self._settings = link, part, settings
+        self._layouts, self._tensors = layouts, tensors
+        self._news: RoundNews | None = None
+        self._told: IslandAt | None = None
+        self._waiting_since_s: float | None = None
+
+    @property
+    def claims(self) -> tuple[GivenSamples, ...]:
+        """Returns the samples that the island has been given."""
+        return () if self._news is None else self._news.claims
+
+    @property
+    def takes_part(self) -> bool:
+        """Returns whether the island has a place in the rounds."""
+        return self._news is not None
+
+    def write_own(self) -> None:
+        """Writes this rank's part of the parameters that it begins with."""
+        for number, layout in enumerate(self._layouts):
+            path = self._part.folder / own_name(number)
+            for flat, local in self._own_pieces(path, layout):
+                flat.copy_(local)
+
+    def at_boundary(self, progress: IslandProgress, *, has_samples: bool) -> IslandProgress:
+        """Follows the news that all ranks have, and contributes what is due; all ranks call this
+        together, between two steps.
+
+        Args:
+            progress: How far the island is.
+            has_samples: Whether it can make a step now.
+
+        Returns:
+            How far it is after that.
+        """
+        news = self._agreed_news()
+        if news is None:
+            return progress
+        if news.incarnation != progress.incarnation:
+            progress = self._begin(news)
+        for number, fragment in enumerate(news.fragments):
+            if has_samples and self._is_early(progress.fragments[number], fragment):
+                continue
+            progress = self._take(progress, number, fragment)
+        progress = replace(progress, left=news.left)
+        last = news.none_left and not has_samples
+        for number, fragment in enumerate(news.fragments):
+            if is_due(progress, self._settings, number, called=fragment.called, last=last):
+                self._contribute(progress, number)
+                progress = contributed(progress, number)
+        self._say(progress, waits=not has_samples)
+        return progress
+
+    def is_over(self, progress: IslandProgress) -> bool:
+        """Returns whether all samples are committed, and the island has the last outer state."""
+        news = self._news
+        return news is not None and news.done and _has_all(progress, news)
+
+    def waits_for_round(self, progress: IslandProgress) -> bool:
+        """Returns whether the island is to wait for a round before its next step; all ranks call
+        this together."""
+        expected = any(
+            part.sent is not None and part.sent.since == self._settings.overlap
+            for part in progress.fragments
+        )
+        if not expected or not self._settings.wait:
+            self._waiting_since_s = None
+            return False
+        now_s = time.monotonic()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        over = now_s - self._waiting_since_s >= self._settings.wait
+        return self._part.least(0 if over else 1) > 0
+
+    def pause(self) -> None:
+        """Waits a moment for news; raises where the generation is over."""
+        self._link.check()
+        time.sleep(POLL_S)
+
+    def _agreed_news(self) -> RoundNews | None:
+        """Returns the newest news that all ranks have; None: some rank has none."""
+        version = self._part.least(max(self._link.round_news, default=0))
+        if version == 0:
+            return None
+        news = self._link.round_news[version]
+        for older in [v for v in self._link.round_news if v < version]:
+            del self._link.round_news[older]
+        self._news = news
+        return news
+
+    def _begin(self, news: RoundNews) -> IslandProgress:
+        """Begins with the outer parameters, as another incarnation of the island."""
+        for number, fragment in enumerate(news.fragments):
+            outer = self._outer(number, fragment.round, fragment.digest)
+            for span, local in self._layouts[number].pieces(self._tensors(), _all(outer)):
+                after = Reference(outer_E=outer[span.start : span.stop])
+                take(local, after, after, alpha=0.0)
+        parts = tuple(FragmentProgress(base=f.round, digest=f.digest) for f in news.fragments)
+        return IslandProgress(fragments=parts, incarnation=news.incarnation)
+
+    def _take(self, progress: IslandProgress, number: int, news: FragmentNews) -> IslandProgress:
+        """Takes a round that is new, and what has become of the contribution."""
+        part = progress.fragments[number]
+        settled = part.sent is not None and part.sent.number <= news.settled
+        if news.round == part.base and not settled:
+            return progress
+        progress_after = took(progress, number, news.round, news.digest, news.settled)
+        waits = progress_after.fragments[number].sent is not None
+        before = self._outer(number, part.base, part.digest)
+        after = self._outer(number, news.round, news.digest)
+        sent = self._sent(progress, number) if part.sent is not None else None
+        in_time = part.sent is not None and part.sent.since == self._settings.overlap and settled
+        late = None if part.steps else 0.0  # without a step since, the parameters are the reference
+        alpha = self._settings.alpha if in_time else late
+        for span, local in self._layouts[number].pieces(self._tensors(), _all(after)):
+            piece = slice(span.start, span.stop)
+            part_sent = None if sent is None else sent[piece]
+            take(
+                local,
+                Reference(outer_E=before[piece], sent_E=part_sent),
+                Reference(outer_E=after[piece], sent_E=part_sent if waits else None),
+                alpha,
+            )
+        return progress_after
+
+    def _is_early(self, part: FragmentProgress, news: FragmentNews) -> bool:
+        """Returns whether a round that has the island's contribution comes before its time."""
+        sent = part.sent
+        settled = sent is not None and sent.number <= news.settled
+        return sent is not None and settled and sent.since < self._settings.overlap
+
+    def _contribute(self, progress: IslandProgress, number: int) -> None:
+        """Writes this rank's part of a contribution."""
+        part, layout = progress.fragments[number], self._layouts[number]
+        path = self._part.folder / sent_name(number, progress.incarnation, part.number + 1)
+        outer = self._outer(number, part.base, part.digest)
+        place = self._place(layout)
+        mapped = _mapped(path, layout, create=True)
+        for span, local in layout.pieces(self._tensors(), place):
+            piece = slice(span.start, span.stop)
+            write_difference(outer[piece], local, mapped[piece])
+
+    def _place(self, layout: FragmentLayout) -> Span:
+        part = self._part
+        return part_of(layout.offsets[-1], part.local_rank, part.local_ranks)
+
+    def _own_pieces(self, path: Path, layout: FragmentLayout) -> Iterator[tuple[Tensor, Tensor]]:
+        mapped = _mapped(path, layout, create=True)
+        for span, local in layout.pieces(self._tensors(), self._place(layout)):
+            yield mapped[span.start : span.stop], local
+
+    def _outer(self, number: int, round: int, digest: str) -> Tensor:
+        path = self._part.folder / outer_name(number, round, digest)
+        return _mapped(path, self._layouts[number], create=False)
+
+    def _sent(self, progress: IslandProgress, number: int) -> Tensor:
+        sent = progress.fragments[number].sent
+        assert sent is not None
+        path = self._part.folder / sent_name(number, progress.incarnation, sent.number)
+        return _mapped(path, self._layouts[number], create=False)
+
+    def _say(self, progress: IslandProgress, *, waits: bool) -> None:
+        """Tells the agent how far the island is, where that is new to it."""
+        grace = self._settings.grace
+        parts = tuple(
+            replace(
+                part,
+                steps=0,
+                samples=0,
+                sent=None
+                if part.sent is None
+                else replace(part.sent, since=min(grace, part.sent.since)),
+            )
+            for part in progress.fragments
+        )
+        at = IslandAt(progress=replace(progress, fragments=parts, upto=0), waits=waits)
+        if at != self._told:
+            self._told = at
+            self._link.send(IslandAt(progress=progress, waits=waits))
+
+
+def _has_all(progress: IslandProgress, news: RoundNews) -> bool:
+    """Returns whether the island has taken all rounds that there are, and sends nothing more."""
+    return all(
+        part.base == fragment.round and part.sent is None and not part.steps
+        for part, fragment in zip(progress.fragments, news.fragments, strict=True)
+    )
+
+
+def _all(flat: Tensor) -> Span:
+    return Span(0, flat.numel())
+
+
+def _mapped(path: Path, layout: FragmentLayout, *, create: bool) -> Tensor:
+    """Maps a fragment's file.
+
+    Args:
+        path: The file.
+        layout: The fragment.
+        create: Whether it is to be written, and made where it is missing.
+    """
+    dtype = torch.float64 if layout.dtype == "float64" else torch.float32
+    elements = layout.offsets[-1]
+    if create:
+        with open(path, "ab") as file:
+            file.truncate(elements * dtype.itemsize)
+    return torch.from_file(str(path), shared=create, size=elements, dtype=dtype)

@@ -1,0 +1,1 @@
+"""Trains an island in the loops of a script."""

@@ -1,0 +1,232 @@
+"""Trains an island in a loop over batches: it takes samples, contributes, and takes rounds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from elasticzero.comm.process_group import ProcessGroups
+from elasticzero.data.loader import ClaimedBatches, RankSchedule
+from elasticzero.data.position import DataPosition, GlobalBatch
+from elasticzero.data.sampling import BatchPlan
+from elasticzero.errors import UserError
+from elasticzero.ipc.agent_client import AgentClient
+from elasticzero.ipc.rounds import ROUNDS_FOLDER, IslandProgress, JoinRounds
+from elasticzero.islands.layout import described, fragments_of
+from elasticzero.islands.plan import NONE, ClaimTable, IslandPlan
+from elasticzero.islands.rounds import IslandRounds, Part
+from elasticzero.options.diloco import NAME, DiLoCo
+from elasticzero.serialization import encode, field_values
+from elasticzero.training.step_machine import StepEvent
+from elasticzero.training.step_tracker import StepTracker
+from elasticzero.training.training_state import TrainingState
+
+
+class IslandTraining:
+    """Brings the rounds into the loop of one rank."""
+
+    def __init__(
+        self,
+        link: AgentClient,
+        groups: ProcessGroups | None,
+        settings: DiLoCo,
+        model: nn.Module,
+        tracker: StepTracker,
+    ) -> None:
+        """Begins before the loop.
+
+        Args:
+            link: The client of the agent.
+            groups: The process groups of the island.
+            settings: The settings of the strategy.
+            model: The model.
+            tracker: The state of the step that this rank works on.
+        """
+        self._link, self._settings, self._tracker = link, settings, tracker
+        self._model = model
+        assignment = link.assignment
+        self._layouts = fragments_of(
+            dict(model.named_parameters()), _floating_buffers(model), settings.fragments
+        )
+        self._table = ClaimTable()
+        self._rounds = IslandRounds(
+            link,
+            Part(
+                local_rank=assignment.local_rank,
+                local_ranks=assignment.local_world_size,
+                least=_least(groups),
+                folder=Path(assignment.snapshot_root) / ROUNDS_FOLDER,
+            ),
+            settings,
+            self._layouts,
+            self._tensors,
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**dict(self._model.named_parameters()), **_floating_buffers(self._model)}
+
+    def schedule(
+        self, schedule: RankSchedule, on_epoch_end: Callable[[], object] | None
+    ) -> RankSchedule:
+        """Returns the schedule of a loop whose samples the rounds give.
+
+        Args:
+            schedule: That of all samples.
+            on_epoch_end: The script's function; None: it gave none.
+
+        Raises:
+            UserError: The loop has something that islands cannot have.
+        """
+        plan = schedule.plan
+        refused = {
+            "streams": not isinstance(plan, BatchPlan),
+            "virtual_batch=": schedule.virtual_batch is not None,
+            "on_epoch_end=": on_epoch_end is not None,
+        }
+        for what, is_there in refused.items():
+            if is_there:
+                raise UserError(f"strategy diloco has no {what}: leave it out, or use ddp")
+        assert isinstance(plan, BatchPlan)
+        of_islands = IslandPlan(**field_values(plan), table=self._table)
+        return replace(schedule, plan=of_islands)
+
+    def join(self, training: TrainingState, plan: IslandPlan, data: ClaimedBatches) -> None:
+        """Joins the rounds, with the state that the loop begins with.
+
+        Args:
+            training: The training state.
+            plan: The loop's plan.
+            data: Reads its batches.
+
+        Raises:
+            UserError: The loop is not the script's first.
+        """
+        if training.position.loop:
+            raise UserError(
+                "strategy diloco trains in one loop over session.batches: give its phases jobs of "
+                "their own"
+            )
+        self._plan, self._data = plan, data
+        self._rounds.write_own()
+        common = [
+            plan.order.inputs,
+            [plan.epoch_samples, plan.total, plan.global_batch],
+            described(self._layouts),
+            encode(self._settings),
+        ]
+        text = json.dumps(common, sort_keys=True, default=str).encode()
+        self._link.send(
+            JoinRounds(
+                settings=self._settings,
+                epoch=plan.epoch_samples,
+                total=plan.total,
+                global_batch=plan.global_batch,
+                digest=hashlib.sha256(text).hexdigest()[:16],
+                fragments=tuple(layout.shape for layout in self._layouts),
+                progress=_island_of(training),
+            )
+        )
+
+    def at_boundary(self, training: TrainingState) -> tuple[GlobalBatch, DataPosition] | None:
+        """Follows the rounds between two steps, and waits until there is something to train on; all
+        ranks call this together.
+
+        Returns:
+            The next batch and the position after it; None: all samples are committed.
+        """
+        incarnation = _island_of(training).incarnation
+        following = self._follow(training)
+        if following is None and not self._is_over(training):
+            with self._link.busy("waiting for samples or a round"):
+                while following is None and not self._is_over(training):
+                    self._rounds.pause()
+                    following = self._follow(training)
+        anew = _island_of(training).incarnation != incarnation
+        self._data.begin_at(training.position, anew=anew)
+        return following
+
+    def _follow(self, training: TrainingState) -> tuple[GlobalBatch, DataPosition] | None:
+        before = _island_of(training)
+        has_samples = self._plan.next(training.position) is not None
+        self._tracker.record(StepEvent.TEAR)  # while parameters change
+        progress = self._rounds.at_boundary(before, has_samples=has_samples)
+        if progress != before:
+            training.position = replace(training.position, island=progress)
+            training.copy = training.copy_now()
+        self._tracker.record(StepEvent.KEPT)
+        self._table.claims = self._rounds.claims if self._rounds.takes_part else ()
+        if self._rounds.waits_for_round(progress):
+            return None
+        return self._plan.next(training.position)
+
+    def _is_over(self, training: TrainingState) -> bool:
+        return self._rounds.is_over(_island_of(training))
+
+
+def open_islands(
+    link: AgentClient,
+    groups: ProcessGroups | None,
+    strategy: str | DiLoCo | None,
+    tracker: StepTracker,
+) -> tuple[str, Callable[[nn.Module], IslandTraining] | None]:
+    """Returns the strategy of an island, and what makes its part in the rounds; None: there are no
+    islands.
+
+    Args:
+        link: The client of the agent.
+        groups: The process groups.
+        strategy: What the script has given `session.prepare`.
+        tracker: The state of the step that this rank works on.
+
+    Raises:
+        UserError: The nodes were not started as islands, or are and the script trains otherwise.
+    """
+    settings = None if link.standalone else link.assignment.diloco
+    if isinstance(strategy, DiLoCo):
+        if settings is None:
+            raise UserError(
+                "session.prepare got strategy=DiLoCo(…), and the nodes of this job are no islands: "
+                "start them with elasticzero run --strategy diloco"
+            )
+        settings, strategy = strategy.checked(), None
+    if settings is None:
+        name = strategy or link.assignment.strategy
+        if name == NAME:
+            raise UserError(
+                "strategy diloco needs the nodes of the job to be islands: start them with "
+                "elasticzero run --strategy diloco"
+            )
+        return name, None
+    if strategy is not None:
+        raise UserError(
+            f"session.prepare got strategy={strategy!r}, and the nodes of this job are islands "
+            "(--strategy diloco): leave one of the two out"
+        )
+    chosen = settings
+
+    def make(model: nn.Module) -> IslandTraining:
+        return IslandTraining(link, groups, chosen, model, tracker)
+
+    return settings.inner, make
+
+
+def _island_of(training: TrainingState) -> IslandProgress:
+    return training.position.island or NONE
+
+
+def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+
+
+def _least(groups: ProcessGroups | None) -> Callable[[int], int]:
+    """Returns what finds the least of all ranks' numbers."""
+
+    def least(number: int) -> int:
+        return number if groups is None else -groups.control_tree.allreduce_max(-number)
+
+    return least

@@ -1,0 +1,1 @@
+"""Lets more than its core take part in what an agent sees and serves."""

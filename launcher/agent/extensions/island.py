@@ -1,0 +1,95 @@
+"""Brings an island's agent into the rounds, as an extension of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import BinaryIO
+
+from elasticzero.checkpoint.storage.http import HttpStorage
+from elasticzero.ipc.messages import Message
+from elasticzero.ipc.rounds import ROUNDS_FOLDER
+from elasticzero.launcher.agent.console import log_for_node
+from elasticzero.launcher.agent.extensions.base import AgentContext, AgentExtension
+from elasticzero.launcher.http.access import AgentAccess
+from elasticzero.launcher.islands.documents import RoundDocuments
+from elasticzero.launcher.islands.files import RoundFiles
+from elasticzero.launcher.islands.keeper import SILENCE_S, IslandKeeper, IslandPlace, Outlets
+from elasticzero.launcher.protocol.documents import Member, World
+from elasticzero.launcher.protocol.rounds.documents import IslandReport
+from elasticzero.launcher.protocol.view import View
+from elasticzero.launcher.store.api import Store
+from elasticzero.launcher.workers.group import Ended
+from elasticzero.security.proofs import run_secret
+
+
+class IslandExtension(AgentExtension):
+    """Keeps this node's island in the rounds."""
+
+    def __init__(self, context: AgentContext, *, store: Store, me: Member, islands: int) -> None:
+        """Begins to follow the rounds.
+
+        Args:
+            context: What the agent offers.
+            store: The part of etcd that all islands of the job share.
+            me: The registration of this node.
+            islands: Number of islands with which the rounds begin.
+        """
+        options = context.options
+        log_line = partial(log_for_node, options.node)
+        self._files = RoundFiles(options.snapshot_dir / ROUNDS_FOLDER)
+        self._access: AgentAccess | None = None
+        self._first_rank = 0
+        ttl_s = options.policy.lease_ttl_s
+        place = IslandPlace(
+            name=options.node,
+            address=me.address,
+            run=me.run,
+            workers=options.nproc,
+            least=islands,
+            join_timeout_s=options.policy.join_timeout_s,
+            ttl_s=ttl_s,
+        )
+        documents = RoundDocuments(store, options.node, int(ttl_s), context.wake, log_line)
+        outlets = Outlets(
+            reach=self._reach,
+            tell=context.tell,
+            wake=context.wake,
+            log_line=log_line,
+            outage_end_s=lambda: store.last_outage_end_s,
+        )
+        self._keeper = IslandKeeper(place, self._files, documents, outlets)
+
+    def _reach(self, report: IslandReport) -> HttpStorage:
+        access = self._access
+        assert access is not None  # the exchange begins in a turn
+        return HttpStorage(
+            f"{access.scheme}://{report.address}/{ROUNDS_FOLDER}",
+            run_secret(access.token.reveal, report.run),
+            timeout_s=SILENCE_S,
+            run=report.run,
+            tls=None if access.tls is None else access.tls(),
+        )
+
+    def started(self, world: World, ranks: tuple[int, ...]) -> None:
+        """Notes that other workers begin."""
+        self._first_rank = ranks[0]
+        self._keeper.generation_begins()
+
+    def received(self, rank: int, message: Message | Ended) -> None:
+        """Passes on what workers say of the rounds."""
+        self._keeper.received(rank - self._first_rank, message)
+
+    def turn(self, view: View, access: AgentAccess) -> None:
+        """Does what is to be done of the rounds."""
+        self._access = access
+        self._keeper.turn(time.monotonic())
+
+    def files(self) -> Mapping[str, Callable[[str], BinaryIO]]:
+        """Returns what opens the files of the rounds for other agents."""
+        return {ROUNDS_FOLDER: self._files.open_file}
+
+    def close(self, outcome: str | None) -> None:
+        """Leaves the rounds."""
+        self._keeper.close()

@@ -1,0 +1,294 @@
+"""Carries out the tasks of an island: fetches contributions, means and outer states, and computes
+what follows from them.
+
+A thread works on one task at a time, and the agent's loop never waits for it. A task that fails may
+be given again; what it was about to make is not there then.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from elasticzero.errors import ElasticZeroError, StorageError, one_line
+from elasticzero.ipc.rounds import FragmentShape, outer_name, sent_name
+from elasticzero.launcher.islands.files import PARTS, RoundFiles
+from elasticzero.launcher.islands.outer import Elements, OuterOptimizer, write_mean
+from elasticzero.launcher.protocol.rounds.documents import Contributor, Outer, Sum, Unreachable
+from elasticzero.launcher.protocol.rounds.island import SumUp, TakeOuter, TakeSum
+
+PIECE = 1 << 20
+"""Elements that are fetched and summed at a time."""
+
+ToDo = SumUp | TakeSum | TakeOuter
+
+
+class Source(Protocol):
+    """Reads files of another agent by range."""
+
+    @property
+    def where(self) -> str: ...
+
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """Tells the outcome of a task."""
+
+    task: ToDo
+    result: Sum | Unreachable | None = None
+    """What it was to make, or what could not be fetched; None: the state is there, if there is no
+    error."""
+    error: str = ""
+    """Why it has failed; empty: it has not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """Holds what the islands of a job have in common."""
+
+    shapes: Sequence[FragmentShape]
+    optimizer: OuterOptimizer
+
+
+class Exchange:
+    """Works on the tasks that it is given, one after the other, in a thread."""
+
+    def __init__(
+        self,
+        files: RoundFiles,
+        agreed: Agreed,
+        open_source: Callable[[str], Source | None],
+        on_end: Callable[[Exchanged], None],
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            files: The files of this node.
+            agreed: What the islands have in common.
+            open_source: Returns the files of another island's agent, by the island's name; None:
+                it is this one, or is gone.
+            on_end: Called by the thread with the outcome of each task.
+        """
+        self._files = files
+        self._shapes, self._optimizer = agreed.shapes, agreed.optimizer
+        self._open_source = open_source
+        self._on_end = on_end
+        self._tasks: queue.SimpleQueue[tuple[ToDo, Mapping[str, str]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="elasticzero-rounds", daemon=True)
+        self._thread.start()
+
+    def begin(self, task: ToDo, digests: Mapping[str, str]) -> None:
+        """Has a task done.
+
+        Args:
+            task: The task.
+            digests: Digest of the contribution of each island that is summed up.
+        """
+        self._tasks.put((task, digests))
+
+    def close(self) -> None:
+        """Ends the thread after its present task, for which it does not wait long."""
+        self._tasks.put(None)
+        self._thread.join(1.0)
+
+    def _work(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            task, digests = item
+            try:
+                outcome = self._do(task, digests)
+            except (OSError, ValueError, ElasticZeroError) as error:
+                outcome = Exchanged(task=task, error=one_line(error))
+            self._on_end(outcome)
+
+    def _do(self, task: ToDo, digests: Mapping[str, str]) -> Exchanged:
+        match task:
+            case SumUp():
+                return self._sum_up(task, digests)
+            case TakeSum():
+                return self._take_sum(task)
+            case TakeOuter():
+                return self._take_outer(task)
+
+    def _sum_up(self, task: SumUp, digests: Mapping[str, str]) -> Exchanged:
+        """Computes the mean of contributions while they come, and the outer state after it."""
+        shape = self._shapes[task.fragment]
+        parts = [
+            _Part(contributor, task.fragment, self._open_source(contributor.island), self._files)
+            for contributor in task.contributors
+        ]
+        name = mean_name(task.fragment, task.attempt)
+        try:
+            with self._files.making(name, shape) as mean_E:
+                for start in range(0, shape.elements, PIECE):
+                    piece = mean_E[start : start + PIECE]
+                    write_mean([(part.samples, part.read(start, piece)) for part in parts], piece)
+                for part in parts:
+                    part.verify(digests.get(part.island))
+        except _Missing as missing:
+            unreachable = Unreachable(attempt=task.attempt, islands=(missing.island,))
+            return Exchanged(task=task, result=unreachable, error=str(missing))
+        mean = self._files.digest(name)
+        outer = self._step(task.fragment, task.base, name)
+        return Exchanged(task=task, result=Sum(attempt=task.attempt, mean=mean, outer=outer))
+
+    def _take_sum(self, task: TakeSum) -> Exchanged:
+        """Fetches a mean, and computes the outer state after it."""
+        name = mean_name(task.fragment, task.sum.attempt)
+        self._fetch(task.sources, name, name, self._shapes[task.fragment], task.sum.mean)
+        outer = self._step(task.fragment, task.base, name)
+        return Exchanged(task=task, result=replace(task.sum, outer=outer))
+
+    def _take_outer(self, task: TakeOuter) -> Exchanged:
+        """Fetches an outer state."""
+        number, outer = task.fragment, task.outer
+        names = [outer_name(number, outer.round, outer.digest, part) for part in PARTS]
+        for name in names:
+            self._fetch(task.sources, name, name, self._shapes[number], None)
+        if self._files.digest(*names) != outer.digest:
+            raise StorageError(f"the outer state of round {outer.round} came with other bytes")
+        return Exchanged(task=task)
+
+    def _step(self, number: int, base: Outer, mean: str) -> str:
+        """Makes the files of the outer state after a mean; returns its digest.
+
+        Args:
+            number: Number of the fragment.
+            base: The state before.
+            mean: Name of the file with the mean.
+        """
+        shape = self._shapes[number]
+        stepped = shape.elements - shape.averaged
+        following = [f"{mean}-{part}" for part in PARTS]
+        with ExitStack() as stack:
+            arrays = [stack.enter_context(self._files.making(name, shape)) for name in following]
+            for array, part in zip(arrays, PARTS, strict=True):
+                name = outer_name(number, base.round, base.digest, part)
+                array[:] = self._files.elements(name, shape)
+            mean_E = self._files.elements(mean, shape)
+            parameters_E, momentum_E = arrays
+            self._optimizer.step(parameters_E[:stepped], momentum_E[:stepped], mean_E[:stepped])
+            parameters_E[stepped:] -= mean_E[stepped:]
+        digest = self._files.digest(*following)
+        for name, part in zip(following, PARTS, strict=True):
+            path = self._files.path(outer_name(number, base.round + 1, digest, part))
+            self._files.path(name).rename(path)
+        return digest
+
+    def _fetch(
+        self,
+        sources: Sequence[str],
+        theirs: str,
+        ours: str,
+        shape: FragmentShape,
+        digest: str | None,
+    ) -> None:
+        """Fetches a file from the first island that answers.
+
+        Args:
+            sources: Islands that have it.
+            theirs: Its name there.
+            ours: Its name here.
+            shape: Its shape.
+            digest: Digest of its bytes; None: it is not known.
+
+        Raises:
+            StorageError: No island has given it.
+        """
+        error = "no island has it"
+        for island in sources:
+            source = self._open_source(island)
+            if source is None:
+                continue
+            try:
+                with self._files.making(ours, shape) as mapped_E:
+                    for start in range(0, shape.elements, PIECE):
+                        _read(source, theirs, start, mapped_E[start : start + PIECE])
+                if digest in (None, self._files.digest(ours)):
+                    return
+                error = f"{source.where}/{theirs} has other bytes than it has told of"
+            except (OSError, StorageError) as failure:
+                error = one_line(failure)
+        raise StorageError(error)
+
+
+class _Missing(Exception):
+    """Says that a contribution cannot be had."""
+
+    def __init__(self, island: str, why: str) -> None:
+        super().__init__(f"the contribution of {island} cannot be had: {why}")
+        self.island = island
+
+
+class _Part:
+    """Reads one contribution, from this node or another one, and digests what it reads."""
+
+    def __init__(
+        self, contributor: Contributor, fragment: int, source: Source | None, files: RoundFiles
+    ) -> None:
+        """Opens a contribution.
+
+        Args:
+            contributor: Whose it is.
+            fragment: Number of the fragment.
+            source: The other node's files; None: it is in this node's.
+            files: This node's files.
+        """
+        self.island, self.samples = contributor.island, contributor.samples
+        self._name = sent_name(fragment, contributor.incarnation, contributor.number)
+        self._source, self._files = source, files
+        self._hasher = xxhash.xxh3_128()
+
+    def read(self, start: int, like: Elements) -> Elements:
+        """Returns the elements from `start` on, as many as `like` has; raises `_Missing`."""
+        part_E: Elements = np.empty(len(like), like.dtype)
+        try:
+            if self._source is not None:
+                _read(self._source, self._name, start, part_E)
+            else:
+                self._read_here(start, part_E)
+        except (OSError, StorageError) as error:
+            raise _Missing(self.island, one_line(error)) from error
+        self._hasher.update(part_E.data.cast("B"))
+        return part_E
+
+    def _read_here(self, start: int, into: Elements) -> None:
+        with self._files.open_file(self._name) as file:
+            file.seek(start * into.itemsize)
+            if file.readinto(into.data.cast("B")) != into.nbytes:  # type: ignore[attr-defined]
+                raise StorageError(f"{self._files.path(self._name)} is too short")
+
+    def verify(self, digest: str | None) -> None:
+        """Raises `_Missing` unless all that was read has this digest."""
+        if self._hasher.hexdigest() != digest:
+            raise _Missing(self.island, "its bytes are not those that it has told of")
+
+
+def _read(source: Source, name: str, start: int, into: Elements) -> None:
+    """Reads elements of another node's file, from number `start` on.
+
+    Args:
+        source: The other node's files.
+        name: Name of the file.
+        start: Number of the first element.
+        into: Where they go.
+
+    Raises:
+        StorageError: They did not come.
+    """
+    buffer = into.data.cast("B")
+    if source.read_into(name, start * into.itemsize, buffer) != len(buffer):
+        raise StorageError(f"{source.where}/{name} is too short")
+
+
+def mean_name(fragment: int, attempt: int) -> str:
+    """Returns the name of the file with the mean of an attempt to close a round."""
+    return f"mean-{fragment}-{attempt}"

@@ -1,0 +1,118 @@
+"""Keeps the files of the rounds in this node's shared memory: outer states, contributions, means.
+
+Each is a flat array, in a file that is whole under its name: what is being made has another name
+until then. Workers write contributions, and read outer parameters; other agents read by range what
+`open_file` opens.
+Shapes: E elements of a fragment.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from elasticzero.ipc.rounds import FragmentShape
+from elasticzero.launcher.islands.outer import Elements
+
+PARTS = ("parameters", "momentum")
+"""Parts of an outer state, in the order in which its digest has them."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
+_UNFINISHED = ".unfinished"
+_READ_BYTES = 16 << 20
+
+
+class RoundFiles:
+    """Makes, opens and removes files of the rounds."""
+
+    def __init__(self, root: Path) -> None:
+        """Uses a directory, which is made if it is missing."""
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+        self._opened_s: dict[str, float] = {}
+        """When each file was last opened for another agent, by the monotonic clock."""
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def open_file(self, name: str) -> BinaryIO:
+        """Opens a whole file for another agent; raises `FileNotFoundError` if there is none."""
+        if not _NAME.match(name) or name.endswith(_UNFINISHED):
+            raise FileNotFoundError(name)
+        self._opened_s[name] = time.monotonic()
+        return open(os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW), "rb")
+
+    def was_read(self, name: str, within_s: float) -> bool:
+        """Returns whether another agent has read a part of a file in the last seconds."""
+        return time.monotonic() - self._opened_s.get(name, -math.inf) <= within_s
+
+    def elements(self, name: str, shape: FragmentShape) -> Elements:
+        """Maps the elements of a file, to be read.
+
+        Args:
+            name: Name of the file.
+            shape: Its shape; dtype and number of elements count.
+
+        Raises:
+            OSError: There is no such file.
+            ValueError: It has another size.
+        """
+        if self.path(name).stat().st_size != size_of(shape):
+            raise ValueError(f"{self.path(name)} has not the size of its fragment")
+        if not shape.elements:
+            return np.empty(0, shape.dtype)
+        mapped: Elements = np.memmap(self.path(name), shape.dtype, "r")
+        return mapped
+
+    @contextmanager
+    def making(self, name: str, shape: FragmentShape) -> Iterator[Elements]:
+        """Yields the elements of a new file, zeros, which has its name once the context ends
+        without an error.
+
+        Args:
+            name: Name of the file.
+            shape: Its shape.
+        """
+        unfinished = self.path(name + _UNFINISHED)
+        with open(unfinished, "wb") as file:
+            file.truncate(size_of(shape))
+        try:
+            mapped: Elements = np.empty(0, shape.dtype)
+            if shape.elements:
+                mapped = np.memmap(unfinished, shape.dtype, "r+")
+            yield mapped
+        except BaseException:
+            with suppress(FileNotFoundError):
+                unfinished.unlink()
+            raise
+        unfinished.rename(self.path(name))
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Removes all files but these and those that are being made."""
+        for path in self.root.iterdir():
+            if path.name not in names and not path.name.endswith(_UNFINISHED):
+                self._opened_s.pop(path.name, None)
+                with suppress(FileNotFoundError):
+                    path.unlink()
+
+    def digest(self, *names: str) -> str:
+        """Returns the digest of the bytes of files, one after the other."""
+        hasher = xxhash.xxh3_128()
+        for name in names:
+            with open(self.path(name), "rb") as file:
+                while part := file.read(_READ_BYTES):
+                    hasher.update(part)
+        return hasher.hexdigest()
+
+
+def size_of(shape: FragmentShape) -> int:
+    """Returns the bytes of a fragment's elements."""
+    return shape.elements * np.dtype(shape.dtype).itemsize

@@ -1,0 +1,76 @@
+"""Trains on an island, and writes down what it has used and what it ends with.
+
+`count` has a weight for each sample, which grows when the sample is used: so the weights of outer
+steps that average say which samples count. `regress` is a regression by SGD, of which islands that
+average after each step compute what one process does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import elasticzero as ez
+
+FEATURES = 5
+
+
+def dataset(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x_NF = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(torch.arange(samples), x_NF, torch.sin(x_NF.sum(1, keepdim=True)))
+
+
+class Counter(nn.Module):
+    """Has a weight for each sample."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.weights_N = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+    def loss(self, index_B: Tensor, x_BF: Tensor, y_B1: Tensor) -> Tensor:
+        return -self.weights_N[index_B].mean()
+
+
+class Regression(nn.Module):
+    """Is a small network."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+    def loss(self, index_B: Tensor, x_BF: Tensor, y_B1: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.net(x_BF), y_B1)
+
+
+def train(session: ez.Session) -> None:
+    module = (Counter if options.model == "count" else Regression)(options.samples)
+    session.prepare(module, lambda params: torch.optim.SGD(params, lr=options.lr))
+    session.restore()
+    data = dataset(options.samples)
+    for index_B, x_BF, y_B1 in session.batches(data, global_batch=options.batch, epochs=1):
+        used = session.batch_indices
+        session.backward(module.loss(index_B, x_BF, y_B1))
+        session.step()
+        time.sleep(options.pause)
+        print(json.dumps({"used": used, "at_s": time.time()}), flush=True)
+    flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    print(json.dumps({"weights": flat.tolist()}), flush=True)
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", default="count")
+parser.add_argument("--samples", type=int, default=960)
+parser.add_argument("--batch", type=int, default=12)
+parser.add_argument("--lr", type=float, default=1.0)
+parser.add_argument("--pause", type=float, default=0.02)
+
+if __name__ == "__main__":
+    options = parser.parse_args()
+    ez.run(train)

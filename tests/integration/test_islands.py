@@ -1,0 +1,186 @@
+"""Islands that average what they have learnt: real agents and workers, through real faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elasticzero.data.sampling import SampleOrder
+from elasticzero.launcher.islands.documents import STATE
+from elasticzero.launcher.local.cluster import Node
+from elasticzero.launcher.protocol.rounds.documents import Rounds
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.decoding import document
+from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.processes import descendants
+from tests.integration.clusters import SCRIPTS, Story, story
+from tests.integration.scripts import islands
+from tests.support.cases import slow
+
+SCRIPT = SCRIPTS / "islands.py"
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+@contextmanager
+def job(
+    tmp_path: Path, etcd: EtcdServer, name: str, diloco: str, *arguments: str, nodes: int = 3
+) -> Iterator[Story]:
+    options = ["--strategy", "diloco", "--diloco", diloco, "--lease-ttl", "2"]
+    options += ["--nnodes", f"{nodes}:{nodes + 1}", str(SCRIPT), *arguments]
+    with story(tmp_path, etcd.endpoint, name, options, nodes=nodes) as told:
+        yield told
+
+
+def send_all(node: Node, number: signal.Signals) -> None:
+    """Sends a signal to all processes of a node."""
+    for pid in (node.process.pid, *descendants(node.process.pid)):
+        os.kill(pid, number)
+
+
+def lines_of(told: Story, node: str) -> list[dict[str, Any]]:
+    path = told.directory() / node / "0.log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def used_by(told: Story, node: str) -> list[list[int]]:
+    return [line["used"] for line in lines_of(told, node) if "used" in line]
+
+
+def weights_of(told: Story) -> dict[str, list[float]]:
+    """What each island ended with that has come to the end."""
+    ends = {node: lines_of(told, node)[-1:] for node in told.cluster.nodes}
+    return {node: end[0]["weights"] for node, end in ends.items() if end and "weights" in end[0]}
+
+
+def rounds_of(told: Story, etcd: EtcdServer) -> Rounds:
+    """What the islands have agreed on last."""
+    store = EtcdStore([etcd.endpoint], job_prefix(told.cluster.job))
+    try:
+        rounds: Rounds = document(Rounds, store.read(STATE).entries[STATE].value)
+        return rounds
+    finally:
+        store.close()
+
+
+def check_each_sample_counts_once(
+    told: Story, etcd: EtcdServer, samples: int, survivors: Sequence[str]
+) -> None:
+    """All samples have a weight, so each counts at least once; and no more were counted."""
+    weights = weights_of(told)
+    assert {*weights} >= {*survivors}, told.logs()
+    assert len({tuple(flat) for flat in weights.values()}) == 1, "islands end with other weights"
+    (flat,) = {tuple(flat) for flat in weights.values()}
+    assert len(flat) == samples
+    assert min(flat) > 0, "a sample counts nowhere"
+    rounds = rounds_of(told, etcd)
+    assert rounds.done
+    assert rounds.samples == samples
+
+
+@pytest.mark.parametrize(
+    "diloco",
+    [
+        "every=5,outer-lr=1,outer-momentum=0",
+        slow("every=6,outer-lr=1,outer-momentum=0,fragments=1,overlap=2,alpha=0.5"),
+        slow("every=1,outer-lr=1,outer-momentum=0,quorum=0.5"),
+    ],
+)
+def test_islands_divide_the_samples_and_end_alike(
+    diloco: str, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    with job(tmp_path, etcd, f"plain-{len(diloco)}", diloco) as told:
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        used = Counter(i for n in told.cluster.nodes for batch in used_by(told, n) for i in batch)
+        assert used == Counter(range(960))
+        check_each_sample_counts_once(told, etcd, 960, [*told.cluster.nodes])
+
+
+def test_two_islands_that_average_each_step_are_one_process(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    diloco = "every=1,outer-lr=1,outer-momentum=0,wait=60"
+    arguments = ("--model", "regress", "--samples", "240", "--lr", "0.05", "--pause", "0")
+    with job(tmp_path, etcd, "alike", diloco, *arguments, nodes=2) as told:
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        ends = weights_of(told)
+    model = islands.Regression(240)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    index_N, x_NF, y_N1 = islands.dataset(240).tensors
+    order = SampleOrder(samples=240)
+    for start in range(0, 240, 12):
+        batch = torch.from_numpy(order.indices(0, start, start + 12))
+        optimizer.zero_grad()
+        model.loss(index_N[batch], x_NF[batch], y_N1[batch]).backward()
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert len(ends) == 2
+    for flat in ends.values():
+        end = torch.tensor(flat, dtype=torch.float64)
+        assert torch.allclose(end, expected, rtol=0, atol=1e-9), (end - expected).abs().max()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["kill the lead", "kill a worker", slow("kill another"), slow("freeze"), slow("leave")],
+)
+def test_the_others_go_on_whatever_becomes_of_an_island(
+    fault: str, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    diloco = "every=5,outer-lr=1,outer-momentum=0"
+    arguments = ("--samples", "3600")
+    with job(tmp_path, etcd, fault.replace(" ", "-"), diloco, *arguments) as told:
+        nodes = [*told.cluster.nodes]
+        told.wait("steps of all", lambda: all(len(used_by(told, n)) > 20 for n in nodes))
+        lead = next(
+            n for n in nodes if "round 1: " in (told.directory() / n / "agent.log").read_text()
+        )
+        victim = lead if fault != "kill another" else next(n for n in nodes if n != lead)
+        node = told.cluster.nodes[victim]
+        survivors = [n for n in nodes if n != victim]
+        if fault.startswith("kill a "):
+            told.cluster.kill_worker(node)
+            survivors = nodes
+        elif fault.startswith("kill"):
+            told.cluster.kill_node(node)
+        elif fault == "leave":
+            told.cluster.drain(node)
+        else:
+            send_all(node, signal.SIGSTOP)
+        before = {n: len(used_by(told, n)) for n in survivors}
+        told.wait("steps", lambda: all(len(used_by(told, n)) > before[n] + 5 for n in survivors))
+        if fault == "freeze":
+            send_all(node, signal.SIGCONT)
+        codes = told.wait_for_end()
+        assert all(codes[n] == 0 for n in survivors), told.logs()
+        check_each_sample_counts_once(told, etcd, 3600, survivors)
+
+
+def test_an_island_that_comes_takes_the_state_of_the_others(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    diloco = "every=5,outer-lr=1,outer-momentum=0"
+    with job(tmp_path, etcd, "comes", diloco, "--samples", "6000", nodes=2) as told:
+        told.wait("steps", lambda: all(len(used_by(told, n)) > 20 for n in told.cluster.nodes))
+        told.cluster.start_node()
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        assert len(used_by(told, "node-2")) > 20
+        check_each_sample_counts_once(told, etcd, 6000, [*told.cluster.nodes])
