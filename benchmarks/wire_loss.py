@@ -53,13 +53,30 @@ def train(wire: str, seed: int, steps: int, *, has_faults: bool) -> float:
     Raises:
         SystemExit: The run failed.
     """
+    cluster = ["--nodes", "2", "--nnodes", "1:2", "--wire", wire]
+    for fault, share in FAULTS if has_faults else ():
+        cluster += ["--fault", f"{fault}@{round(share * steps)}"]
+    return run_example(cluster, seed, steps)
+
+
+def run_example(
+    cluster: Sequence[str], seed: int, steps: int, *, limit_s: float = LIMIT_S
+) -> float:
+    """Returns the validation loss of one run of the example.
+
+    Args:
+        cluster: Options of `elasticzero local`.
+        seed: That of weights and of the order of samples.
+        steps: Number of steps.
+        limit_s: Most seconds that it may take.
+
+    Raises:
+        SystemExit: The run failed.
+    """
     with tempfile.TemporaryDirectory(prefix="elasticzero-loss-") as logs:
-        command = [sys.executable, "-m", "elasticzero.cli", "local", "--nodes", "2"]
-        command += ["--nnodes", "1:2", "--wire", wire, "--log-dir", logs]
-        for fault, share in FAULTS if has_faults else ():
-            command += ["--fault", f"{fault}@{round(share * steps)}"]
+        command = [sys.executable, "-m", "elasticzero.cli", "local", *cluster, "--log-dir", logs]
         command += [str(SCRIPT), *SIZE, "--steps", str(steps), "--seed", str(seed)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         lines = [
             line
             for log in Path(logs).rglob("*.log")

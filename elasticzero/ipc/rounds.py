@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elasticzero.options.diloco import DiLoCo
+from elasticzero.serialization import OMIT_DEFAULT
 
 ROUNDS_FOLDER = "rounds"
 """Folder of the files of the rounds in the directory of a node's snapshots."""
@@ -162,6 +163,8 @@ class RoundNews:
     """True if all other samples are given to other islands, or are committed."""
     done: bool
     """True if all samples are committed."""
+    refused: str = field(default="", metadata=OMIT_DEFAULT)
+    """Why the island can take no part; empty: it can."""
 
 
 def own_name(fragment: int) -> str:

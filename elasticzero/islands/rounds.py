@@ -7,6 +7,7 @@ part.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from elasticzero.errors import UserError
 from elasticzero.ipc.messages import Message
 from elasticzero.ipc.rounds import (
     FragmentNews,
@@ -165,6 +167,8 @@ class IslandRounds:
         if version == 0:
             return None
         news = self._link.round_news[version]
+        if news.refused:
+            raise UserError(news.refused)
         for older in [v for v in self._link.round_news if v < version]:
             del self._link.round_news[older]
         self._news = news
@@ -283,7 +287,7 @@ def _mapped(path: Path, layout: FragmentLayout, *, create: bool) -> Tensor:
     """
     dtype = torch.float64 if layout.dtype == "float64" else torch.float32
     elements = layout.offsets[-1]
-    if create:
-        with open(path, "ab") as file:
-            file.truncate(elements * dtype.itemsize)
+    if create and elements:
+        with open(path, "ab") as file:  # memory that is not there must be an error, and no signal
+            os.posix_fallocate(file.fileno(), 0, elements * dtype.itemsize)
     return torch.from_file(str(path), shared=create, size=elements, dtype=dtype)

@@ -35,6 +35,7 @@ from elasticzero.launcher.agent.extensions.island import IslandExtension
 from elasticzero.launcher.agent.node_claim import listen_on_free_port
 from elasticzero.launcher.agent.status import Instruments, LoopPulse
 from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
+from elasticzero.launcher.islands.documents import forget_past_rounds
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.job_status import page_address
@@ -201,6 +202,8 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         if options.is_island:  # all islands have one token
             job_run = RunStore(shared, _retry_store(partial(stored_run, shared), options), log_line)
             record = _retry_store(partial(agree, job_run), options).record
+            if coordination.restart:
+                _retry_store(partial(forget_past_rounds, shared), options)
         agreed = _retry_store(partial(agree, run, shared=record), options)
         if hosts and coordination.hosted is not None:
             stack.callback(wait_for_others, store)

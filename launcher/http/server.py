@@ -266,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif path == "/events":
                 self._check_token()
                 self._send_events(body=body)
-            elif path.startswith("/snapshots/") or path.split("/")[1] in agent.files:
+            elif path.startswith(("/snapshots/", *(f"/{folder}/" for folder in agent.files))):
                 self._check_token()
                 self._check_proof()
                 self._send_stored(path, body=body)

@@ -44,6 +44,21 @@ class Documents:
     """The entries that they were read from, by key."""
 
 
+def forget_past_rounds(store: Store) -> None:
+    """Deletes the rounds of a job that is begun again, unless islands have begun others already.
+
+    Args:
+        store: The part of etcd that all islands of the job share.
+
+    Raises:
+        StoreUnavailable: The store does not answer.
+    """
+    entries = store.read(PREFIX).entries
+    state, living = entries.get(STATE), [key for key in entries if key.startswith(REPORTS)]
+    if state is not None and not living:
+        store.write({}, deletes=[STATE], conditions=[unchanged(STATE, state)])
+
+
 class RoundDocuments:
     """Follows the documents of the rounds, and writes this island's."""
 

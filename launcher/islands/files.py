@@ -82,9 +82,10 @@ class RoundFiles:
             shape: Its shape.
         """
         unfinished = self.path(name + _UNFINISHED)
-        with open(unfinished, "wb") as file:
-            file.truncate(size_of(shape))
         try:
+            with open(unfinished, "wb") as file:
+                if shape.elements:  # memory that is not there must be an error, and no signal
+                    os.posix_fallocate(file.fileno(), 0, size_of(shape))
             mapped: Elements = np.empty(0, shape.dtype)
             if shape.elements:
                 mapped = np.memmap(unfinished, shape.dtype, "r+")

@@ -257,14 +257,29 @@ class IslandKeeper:
         if join is None or not self._documents.is_known:
             return
         read = self._documents.read()
+        if self._is_refused(join, read):
+            return
         with suppress(StoreUnavailable):
-            if read.rounds is not None:
+            if read.rounds is not None and read.rounds.order.digest == join.digest:
                 self._follow(read.rounds, read.reports)
             self._documents.put_report(self._report(join))
             self._lead(join, read, now_s)
-        if read.rounds is not None:
+        if read.rounds is not None and read.rounds.order.digest == join.digest:
             self._tell_news(read.rounds)
         self._clean()
+
+    def _is_refused(self, join: JoinRounds, read: Documents) -> bool:
+        """Tells the workers, where they train on other samples, or another model, than the job's
+        other islands."""
+        rounds, name = read.rounds, self._place.name
+        others = [report.order for island, report in read.reports.items() if island != name]
+        refused = (
+            rounds is not None and rounds.order in others and rounds.order.digest != join.digest
+        )
+        if refused and self._news is None:
+            self._news = _refusal(name)
+            self._outlets.tell(self._news)
+        return refused
 
     def _follow(self, rounds: Rounds, reports: Mapping[str, IslandReport]) -> None:
         seat = rounds.seat(self._place.name, self._incarnation)
@@ -276,6 +291,7 @@ class IslandKeeper:
         elif seat is not None:
             self._seat = seat.number
         parts = {number: self._part(number) for number in range(len(self._fragments))}
+        reports = {n: r for n, r in reports.items() if r.order == rounds.order}
         for task in tasks(rounds, reports, self._place.name, parts):
             if isinstance(task, Advance):
                 self._advance(task.fragment, task.outer)
@@ -511,7 +527,7 @@ class IslandKeeper:
 
     def _written_by_workers(self) -> set[str]:
         """Returns the names of files that workers may be writing."""
-        names = {own_name(number) for number in range(len(self._fragments))}
+        names = set[str]()
         if self._progress is not None:
             for number, part in enumerate(self._progress.fragments):
                 names.add(sent_name(number, self._incarnation, part.number + 1))
@@ -525,6 +541,21 @@ class IslandKeeper:
         self._documents.close()
         for source in self._sources.values():
             source.close()
+
+
+def _refusal(island: str) -> RoundNews:
+    """Returns the news that an island can take no part."""
+    return RoundNews(
+        version=1,
+        incarnation="",
+        fragments=(),
+        claims=(),
+        left=SamplesLeft(),
+        none_left=False,
+        done=False,
+        refused=f"island {island} has another model, other samples or other settings of diloco "
+        "than the job's other islands: start all with the same script and options",
+    )
 
 
 def _digests(task: SumUp, reports: Mapping[str, IslandReport]) -> dict[str, str]:

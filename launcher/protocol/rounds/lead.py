@@ -27,9 +27,10 @@ documents alone, so that another lead goes on from the same point. Rules:
       that counted in them are dropped.
  RD8  An island that holds a state is given samples as often as it asks, those that were given back
       first: `every` inner batches. The samples of an inner step of all islands are divided over
-      those that live. No claim has samples of two epochs. An island may ask for several at once, to
-      train on while a lost lead is replaced; near the end it has one that it has not begun, or half
-      of its part of what is left.
+      those that have a seat. No claim has samples of two epochs. An island may ask for several at
+      once, to train on while a lost lead is replaced; near the end it has one that it has not
+      begun, or half of its part of what is left. Before the first round all have one before any
+      has two.
  RD9  Samples are committed with the last fragment's rounds: those of earlier claims, and of the
       newest claim up to the position that the contribution names. What is left of a claim stays.
  RD10 The first island begins the rounds with its own state, and where no island holds any state
@@ -40,7 +41,7 @@ contribution counts once; all islands hold the same bits of a committed round.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -101,8 +102,10 @@ def lead(view: LeadView, settings: RoundSettings) -> Rounds | None:
         settings: The settings of the rounds.
     """
     rounds = view.rounds
-    if rounds is None or _nobody_holds(rounds, view):
+    alike = {n: r for n, r in view.reports.items() if rounds is None or r.order == rounds.order}
+    if rounds is None or _nobody_holds(rounds, replace(view, reports=alike)):
         return _begun(view)
+    view = replace(view, reports=alike)
     rounds = _seated(rounds, view)
     for number in range(len(rounds.fragments)):
         rounds = _without_lost_rounds(rounds, view, number)
@@ -140,7 +143,8 @@ def _begun(view: LeadView) -> Rounds | None:
         samples=first.origin.samples,
         run=first.run,
     )
-    return _seated(rounds, view)
+    alike = {island: r for island, r in view.reports.items() if r.order == rounds.order}
+    return _seated(rounds, replace(view, reports=alike))
 
 
 def _nobody_holds(rounds: Rounds, view: LeadView) -> bool:
@@ -449,12 +453,14 @@ def _owner(rounds: Rounds, view: LeadView, number: int) -> str | None:
 
 def _given(rounds: Rounds, view: LeadView, settings: RoundSettings) -> Rounds:
     """Returns the rounds with the claims that islands ask for (RD8)."""
-    living: Sequence[Seat] = [seat for seat, _ in _living(rounds, view, 0)]
-    for place, seat in enumerate(living):
+    seated = [seat for seat in rounds.seats if not _is_lost(*seat.place, view)]
+    first = not rounds.samples and any(not seat.granted for seat in seated)
+    for place, seat in enumerate(seated):
         report = _report(seat, view)
-        assert report is not None
-        batch = share_of(rounds.order.global_batch, place, len(living))
-        while _may_have_more(rounds, seat, report, len(living)):
+        if report is None or not _holds(rounds, report):
+            continue
+        batch = share_of(rounds.order.global_batch, place, len(seated))
+        while not (first and seat.granted) and _may_have_more(rounds, seat, report, len(seated)):
             claim, free, after = granted(rounds, seat.granted + 1, settings.every * batch, batch)
             if claim is None:
                 break
@@ -464,6 +470,8 @@ def _given(rounds: Rounds, view: LeadView, settings: RoundSettings) -> Rounds:
             )
             seats = tuple(seat if other is before else other for other in rounds.seats)
             rounds = replace(rounds, seats=seats, free=free, next=after)
+            if first:
+                break
     return rounds
 
 
