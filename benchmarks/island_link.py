@@ -69,8 +69,8 @@ def measure(case: str, options: argparse.Namespace) -> Speed:
             command = ["--etcd", etcd.endpoint, "--nnodes", "2", "--http-port", "0"]
             command += ["--strategy", strategy, "--snapshot-every", "0"]
             if strategy == "diloco":
-                more = f",{settings}" if settings else ""
-                command += ["--diloco", f"every={options.every}{more}"]
+                text = ",".join(filter(None, [f"every={options.every}", settings]))
+                command += ["--diloco", text]
             command += [str(HERE / "island_steps.py"), str(runs / "times")]
             command += ["--width", str(options.width), "--steps", str(steps)]
             command += ["--pause", str(options.pause)]

@@ -73,6 +73,7 @@ class IslandRounds:
         settings: DiLoCo,
         layouts: Sequence[FragmentLayout],
         tensors: Callable[[], Mapping[str, Tensor]],
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins before the state is in place.
 
@@ -82,12 +83,15 @@ class IslandRounds:
             settings: The settings of the strategy.
             layouts: The fragments.
             tensors: Returns the parameters and buffers by name, as they lie now.
+            on_change: Called before parameters change.
         """
+        self._on_change = on_change
         self._link, self._part, self._settings = link, part, settings
         self._layouts, self._tensors = layouts, tensors
         self._news: RoundNews | None = None
         self._told: IslandAt | None = None
-        self._waiting_since_s: float | None = None
+        self._waiting: tuple[tuple[int, ...], float] | None = None
+        """Numbers of the contributions for whose rounds it waits, and since when."""
 
     @property
     def claims(self) -> tuple[GivenSamples, ...]:
@@ -148,12 +152,11 @@ class IslandRounds:
             for part in progress.fragments
         )
         if not expected or not self._settings.wait:
-            self._waiting_since_s = None
             return False
-        now_s = time.monotonic()
-        if self._waiting_since_s is None:
-            self._waiting_since_s = now_s
-        over = now_s - self._waiting_since_s >= self._settings.wait
+        now_s, numbers = time.monotonic(), tuple(part.number for part in progress.fragments)
+        if self._waiting is None or self._waiting[0] != numbers:
+            self._waiting = numbers, now_s
+        over = now_s - self._waiting[1] >= self._settings.wait
         return self._part.least(0 if over else 1) > 0
 
     def pause(self) -> None:
@@ -169,13 +172,14 @@ class IslandRounds:
         news = self._link.round_news[version]
         if news.refused:
             raise UserError(news.refused)
-        for older in [v for v in self._link.round_news if v < version]:
+        for older in [v for v in [*self._link.round_news] if v < version]:
             del self._link.round_news[older]
         self._news = news
         return news
 
     def _begin(self, news: RoundNews) -> IslandProgress:
         """Begins with the outer parameters, as another incarnation of the island."""
+        self._on_change()
         for number, fragment in enumerate(news.fragments):
             outer = self._outer(number, fragment.round, fragment.digest)
             for span, local in self._layouts[number].pieces(self._tensors(), _all(outer)):
@@ -190,13 +194,16 @@ class IslandRounds:
         settled = part.sent is not None and part.sent.number <= news.settled
         if news.round == part.base and not settled:
             return progress
+        self._on_change()
         progress_after = took(progress, number, news.round, news.digest, news.settled)
         waits = progress_after.fragments[number].sent is not None
         before = self._outer(number, part.base, part.digest)
         after = self._outer(number, news.round, news.digest)
         sent = self._sent(progress, number) if part.sent is not None else None
         in_time = part.sent is not None and part.sent.since == self._settings.overlap and settled
-        late = None if part.steps else 0.0  # without a step since, the parameters are the reference
+        # Without a step since its contribution, the parameters are the reference.
+        is_reference = not part.steps and (part.sent is not None or not self._settings.alpha)
+        late = 0.0 if is_reference else None
         alpha = self._settings.alpha if in_time else late
         for span, local in self._layouts[number].pieces(self._tensors(), _all(after)):
             piece = slice(span.start, span.stop)

@@ -22,7 +22,7 @@ from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.etcd.access import Access
 from elasticzero.launcher.store.job_token import HOW
-from elasticzero.launcher.store.watch_cache import reports_of
+from elasticzero.launcher.store.watch_cache import WORLD, reports_of
 from elasticzero.serialization import RecordError
 from elasticzero.text import (
     count_text,
@@ -58,7 +58,8 @@ def status(
         UserError: etcd has no such job.
     """
     with open_job_store(name, endpoints, access) as store:
-        if (read := read_rounds(store)) is not None:
+        read = read_rounds(store)
+        if read is not None and (read[1] or WORLD not in store.read(WORLD).entries):
             text = json.dumps(rounds_json(name, *read), indent=2) if as_json else None
             print_result(text or rounds_text(name, *read))
             return ExitCode.DONE

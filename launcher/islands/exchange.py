@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from elasticzero.errors import ElasticZeroError, StorageError, one_line
+from elasticzero.errors import StorageError, one_line
 from elasticzero.ipc.rounds import FragmentShape, outer_name, sent_name
 from elasticzero.launcher.islands.files import PARTS, RoundFiles
 from elasticzero.launcher.islands.outer import Elements, OuterOptimizer, write_mean
@@ -105,7 +105,7 @@ class Exchange:
             task, digests = item
             try:
                 outcome = self._do(task, digests)
-            except (OSError, ValueError, ElasticZeroError) as error:
+            except Exception as error:  # noqa: BLE001 - the top of a thread's work: told
                 outcome = Exchanged(task=task, error=one_line(error))
             self._on_end(outcome)
 

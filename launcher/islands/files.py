@@ -34,9 +34,11 @@ class RoundFiles:
     """Makes, opens and removes files of the rounds."""
 
     def __init__(self, root: Path) -> None:
-        """Uses a directory, which is made if it is missing."""
+        """Uses a directory, which is made if it is missing, and empty then."""
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
+        for path in root.iterdir():
+            path.unlink()
         self._opened_s: dict[str, float] = {}
         """When each file was last opened for another agent, by the monotonic clock."""
 
@@ -96,10 +98,16 @@ class RoundFiles:
             raise
         unfinished.rename(self.path(name))
 
-    def keep_only(self, names: Collection[str]) -> None:
-        """Removes all files but these and those that are being made."""
+    def keep_only(self, names: Collection[str], beginnings: tuple[str, ...] = ()) -> None:
+        """Removes all files but some, and those that are being made.
+
+        Args:
+            names: Names of files that stay.
+            beginnings: What names begin with of others that stay.
+        """
         for path in self.root.iterdir():
-            if path.name not in names and not path.name.endswith(_UNFINISHED):
+            stays = path.name in names or path.name.startswith(beginnings)
+            if not stays and not path.name.endswith(_UNFINISHED):
                 self._opened_s.pop(path.name, None)
                 with suppress(FileNotFoundError):
                     path.unlink()

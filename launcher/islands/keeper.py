@@ -19,7 +19,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -27,8 +27,6 @@ from typing import Any, Protocol
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.rounds import (
-    FragmentNews,
-    GivenSamples,
     IslandAt,
     IslandProgress,
     JoinRounds,
@@ -40,7 +38,9 @@ from elasticzero.ipc.rounds import (
 )
 from elasticzero.launcher.islands.documents import Documents, RoundDocuments
 from elasticzero.launcher.islands.exchange import Agreed, Exchange, Exchanged, mean_name
-from elasticzero.launcher.islands.files import PARTS, RoundFiles, size_of
+from elasticzero.launcher.islands.files import PARTS, RoundFiles
+from elasticzero.launcher.islands.lead import IslandPlace, Lead
+from elasticzero.launcher.islands.news import left_of, news_of, refusal, seat_after_the_end
 from elasticzero.launcher.islands.outer import OuterOptimizer
 from elasticzero.launcher.protocol.rounds.documents import (
     Contribution,
@@ -51,20 +51,17 @@ from elasticzero.launcher.protocol.rounds.documents import (
     Rounds,
     SampleOrder,
     Samples,
-    Seat,
     Sum,
     Unreachable,
 )
 from elasticzero.launcher.protocol.rounds.island import Advance, SumUp, tasks
-from elasticzero.launcher.protocol.rounds.lead import LeadView, RoundSettings, lead
 from elasticzero.launcher.store.membership import new_incarnation
 
-OVERDUE_S, SLOWEST_BYTES_S = 30.0, 250_000.0
-"""Seconds after which an attempt has taken too long, and bytes a second of its mean that it may
-take besides."""
 AHEAD_TTLS, MOST_AHEAD = 3.0, 256
 """Multiple of a registration's TTL for which an island has samples, so that it goes on while a lost
 lead is replaced; and the most claims that it asks for besides the one that it trains on."""
+RETRY_S = 0.5
+"""Seconds after which a transfer that has failed is tried again."""
 QUIET_S = 10.0
 """Seconds for which no line about a failed transfer follows another."""
 SILENCE_S = 20.0
@@ -75,22 +72,6 @@ class Reach(Protocol):
     """Opens what another island's agent serves of the rounds."""
 
     def __call__(self, report: IslandReport) -> HttpStorage: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IslandPlace:
-    """Says which island this node is, and how the others reach it."""
-
-    name: str
-    address: str
-    run: int
-    workers: int
-    """Number of this node's workers."""
-    least: int
-    """Number of islands with which the rounds begin."""
-    join_timeout_s: float
-    """Seconds after which the rounds begin with those that are there."""
-    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,30 +128,38 @@ class IslandKeeper:
         self._incarnation = new_incarnation()
         self._seat = 0
         self._join: JoinRounds | None = None
-        """What the workers of the present generation have said; None: not all of them."""
+        """What the workers have said last; None: nothing yet."""
+        self._are_there = False
+        """True once all workers of the present generation have said so."""
+        self._left: SamplesLeft | None = None
+        """Samples with which rounds would go on that begin with the outer states; None: those of
+        the state that the workers have restored."""
+        self._retry_s: dict[int, float] = {}
+        """When a task for a fragment may be tried again, after one that has failed."""
         self._joins: dict[int, JoinRounds] = {}
         self._at: dict[int, deque[IslandAt]] = {}
         """Messages of each worker that others have not sent yet."""
         self._progress: IslandProgress | None = None
-        self._waits = False
+        self._waits = self._leaves = False
         self._fragments: list[_Fragment] = []
         self._exchange: Exchange | None = None
-        self._busy: set[int] = set()
+        self._busy: dict[int, Outer] = {}
+        """Fragments for which a task is under way, with the state that it began with."""
         self._ended: queue.SimpleQueue[Exchanged] = queue.SimpleQueue()
-        self._sources: dict[str, HttpStorage] = {}
+        self._sources: dict[str, tuple[tuple[str, int], HttpStorage]] = {}
+        """Files of other islands' agents, with the address and run that they are of."""
         self._news: RoundNews | None = None
         self._claim_s: tuple[int, float, float] = (0, 0.0, math.inf)
         """Number of the claim that the island trains on, when it has begun it, and the seconds
         that one takes."""
-        self._attempts: dict[tuple[int, int, int], float] = {}
-        self._began_s = time.monotonic()
+        self._lead = Lead(place, documents, outlets.log_line, outlets.outage_end_s)
         self._quiet_until_s = 0.0
 
     # What workers say.
 
     def generation_begins(self) -> None:
-        """Notes that other workers begin, which have said nothing yet."""
-        self._join, self._joins, self._at = None, {}, {}
+        """Notes that other workers begin, which have said nothing yet. Rounds go on meanwhile."""
+        self._joins, self._at, self._are_there = {}, {}, False
         self._news = None
 
     def received(self, rank: int, message: Any) -> None:
@@ -191,13 +180,15 @@ class IslandKeeper:
                 self._workers_are_at(first[0])
 
     def _workers_have_joined(self, join: JoinRounds) -> None:
-        self._join = join
+        self._join, self._are_there = join, True
         if not self._fragments:
             self._begin_with_own(join)
-        elif self._progress is not None and self._progress.claim and not self._goes_on(join):
-            self._begin_anew("its workers have come back from an earlier state")
-        if self._progress is not None and join.progress.incarnation == self._incarnation:
+            return
+        is_this = join.progress.incarnation == self._incarnation
+        if is_this and self._goes_on(join):
             self._progress = join.progress
+        elif is_this or (self._progress is not None and self._progress.claim):
+            self._begin_anew("its workers have come back from an earlier state")
 
     def _begin_with_own(self, join: JoinRounds) -> None:
         """Takes the workers' state for the first outer state (IK1)."""
@@ -216,13 +207,12 @@ class IslandKeeper:
 
     def _goes_on(self, join: JoinRounds) -> bool:
         """Returns whether workers have all that the island has told of (IK2)."""
-        before, after = self._progress, join.progress
-        assert before is not None
-        if after.incarnation != self._incarnation:
+        if self._progress is None:
             return False
         return all(
-            (b.number, b.base, b.sent is None) == (a.number, a.base, a.sent is None)
-            for b, a in zip(before.fragments, after.fragments, strict=True)
+            (before.number, before.base, before.sent is None)
+            == (after.number, after.base, after.sent is None)
+            for before, after in zip(self._progress.fragments, join.progress.fragments, strict=True)
         )
 
     def _workers_are_at(self, at: IslandAt) -> None:
@@ -249,8 +239,14 @@ class IslandKeeper:
 
     # What the rounds say.
 
-    def turn(self, now_s: float) -> None:
-        """Does what is to be done now; what the store does not take is done in a later turn."""
+    def turn(self, now_s: float, *, leaves: bool = False) -> None:
+        """Does what is to be done now; what the store does not take is done in a later turn.
+
+        Args:
+            now_s: Present time, on the monotonic clock.
+            leaves: Whether the node is about to leave.
+        """
+        self._leaves = leaves
         while not self._ended.empty():
             self._take(self._ended.get())
         join = self._join
@@ -263,10 +259,11 @@ class IslandKeeper:
             if read.rounds is not None and read.rounds.order.digest == join.digest:
                 self._follow(read.rounds, read.reports)
             self._documents.put_report(self._report(join))
-            self._lead(join, read, now_s)
+            self._lead.write(join, read, now_s)
         if read.rounds is not None and read.rounds.order.digest == join.digest:
-            self._tell_news(read.rounds)
-        self._clean()
+            self._tell_news(read.rounds, {*read.reports} - {self._place.name})
+        if self._are_there:
+            self._clean()
 
     def _is_refused(self, join: JoinRounds, read: Documents) -> bool:
         """Tells the workers, where they train on other samples, or another model, than the job's
@@ -276,10 +273,25 @@ class IslandKeeper:
         refused = (
             rounds is not None and rounds.order in others and rounds.order.digest != join.digest
         )
-        if refused and self._news is None:
-            self._news = _refusal(name)
-            self._outlets.tell(self._news)
+        if refused:
+            self._refuse(
+                "has another model, other samples or other settings of diloco than the job's other "
+                "islands: start all with the same script and options"
+            )
         return refused
+
+    def fail(self, error: Exception) -> None:
+        """Leaves the rounds, as something has failed that must not."""
+        self.close()
+        why = f"its agent has failed ({type(error).__name__}); the agent's log has more"
+        self._refuse(f"takes no part in the rounds any more: {why}")
+
+    def _refuse(self, why: str) -> None:
+        """Tells the workers that the island can take no part, once."""
+        if self._news is None or not self._news.refused:
+            version = 1 if self._news is None else self._news.version + 1
+            self._news = refusal(version, f"island {self._place.name} {why}")
+            self._outlets.tell(self._news)
 
     def _follow(self, rounds: Rounds, reports: Mapping[str, IslandReport]) -> None:
         seat = rounds.seat(self._place.name, self._incarnation)
@@ -295,11 +307,15 @@ class IslandKeeper:
         for task in tasks(rounds, reports, self._place.name, parts):
             if isinstance(task, Advance):
                 self._advance(task.fragment, task.outer)
-            elif task.fragment not in self._busy and self._exchange is not None:
-                self._busy.add(task.fragment)
+            elif task.fragment not in self._busy and self._may_try(task.fragment):
+                assert self._exchange is not None
+                self._busy[task.fragment] = self._fragments[task.fragment].outer
                 self._exchange.begin(
                     task, _digests(task, reports) if isinstance(task, SumUp) else {}
                 )
+
+    def _may_try(self, number: int) -> bool:
+        return time.monotonic() >= self._retry_s.get(number, 0.0)
 
     def _takes_part(self, rounds: Rounds) -> bool:
         pairs = zip(rounds.fragments, self._fragments, strict=True)
@@ -312,8 +328,9 @@ class IslandKeeper:
         self._waits, self._claim_s = False, (0, 0.0, math.inf)
         for kept in self._fragments:
             kept.sum = kept.unreachable = None
-            kept.digests = {}
-        self._documents.forget()
+            kept.digests, kept.base = {}, 0
+        with suppress(StoreUnavailable):  # its next report takes the place of the last one
+            self._documents.forget()
 
     def _advance(self, number: int, outer: Outer) -> None:
         kept = self._fragments[number]
@@ -326,8 +343,11 @@ class IslandKeeper:
 
     def _take(self, outcome: Exchanged) -> None:
         number = outcome.task.fragment
-        self._busy.discard(number)
         kept = self._fragments[number]
+        if outcome.error:
+            self._retry_s[number] = time.monotonic() + RETRY_S
+        if self._busy.pop(number) != kept.outer:
+            return  # the rounds have gone on without it
         if outcome.error and (now_s := time.monotonic()) >= self._quiet_until_s:
             self._quiet_until_s = now_s + QUIET_S
             self._log(f"a round cannot go on yet: {outcome.error}")
@@ -344,19 +364,25 @@ class IslandKeeper:
         report = self._documents.read().reports.get(island)
         if report is None or island == self._place.name:
             return None
+        place = report.address, report.run
         before = self._sources.get(island)
-        if before is None or report.address not in before.where:
-            self._sources[island] = before = self._outlets.reach(report)
-        return before
+        if before is not None and before[0] == place:
+            return before[1]
+        if before is not None:
+            before[1].close()
+        source = self._outlets.reach(report)
+        self._sources[island] = place, source
+        return source
 
     # What the island reports.
 
     def _report(self, join: JoinRounds) -> IslandReport:
         claim = self._progress.claim if self._progress is not None else 0
-        left = join.progress.left
+        left = self._left or join.progress.left
         ahead = math.ceil(AHEAD_TTLS * self._place.ttl_s / max(self._claim_s[2], 1e-3))
         if join.settings.wait:  # it goes no faster than the others
             ahead = 1
+        trains = self._are_there and not self._leaves
         return IslandReport(
             incarnation=self._incarnation,
             address=self._place.address,
@@ -374,8 +400,20 @@ class IslandKeeper:
             fragments=tuple(self._part(number) for number in range(len(self._fragments))),
             seat=self._seat,
             claim=claim,
-            ahead=min(max(1, ahead), MOST_AHEAD),
+            ahead=min(max(1, ahead), MOST_AHEAD) if trains else 0,
+            is_over=self._is_over(),
             run=self._place.run,
+        )
+
+    def _is_over(self) -> bool:
+        """Returns whether the workers have no samples and nothing left to contribute, and have
+        taken the newest outer states."""
+        if self._progress is None or not self._waits:
+            return False
+        pairs = zip(self._progress.fragments, self._fragments, strict=True)
+        return all(
+            part.sent is None and not part.steps and part.digest == kept.outer.digest
+            for part, kept in pairs
         )
 
     def _part(self, number: int) -> FragmentReport:
@@ -400,108 +438,34 @@ class IslandKeeper:
             unreachable=kept.unreachable,
         )
 
-    # What the lead writes.
-
-    def _lead(self, join: JoinRounds, read: Documents, now_s: float) -> None:
-        """Writes the next document, where this island is the lead.
-
-        Args:
-            join: What the workers have said.
-            read: The documents.
-            now_s: Present time, on the monotonic clock.
-        """
-        rounds, reports = read.rounds, read.reports
-        if next(iter(reports), None) != self._place.name:
-            return
-        place, silent = self._place, set[str]()
-        if rounds is not None and now_s - self._outlets.outage_end_s() < 2 * place.ttl_s:
-            silent = {seat.island for seat in rounds.seats} - {*reports}
-        waited = now_s - self._began_s >= place.join_timeout_s
-        view = LeadView(
-            rounds=rounds,
-            reports=reports,
-            silent=silent,
-            overdue=self._overdue(rounds, join, now_s),
-            complete=len(reports) >= place.least or waited,
-        )
-        settings = RoundSettings(every=join.settings.every, quorum=join.settings.quorum)
-        following = lead(view, settings)
-        if following is None or following == rounds:
-            return
-        if self._documents.put_rounds(following, read):
-            self._say_what_is_new(rounds, following)
-
-    def _overdue(
-        self, rounds: Rounds | None, join: JoinRounds, now_s: float
-    ) -> set[tuple[int, int]]:
-        """Returns the attempts that have taken too long, with the number of their fragment."""
-        overdue = set()
-        for number, fragment in enumerate(rounds.fragments if rounds is not None else ()):
-            if rounds is None or (closing := fragment.closing) is None:
-                continue
-            key = rounds.history, number, closing.attempt
-            limit_s = OVERDUE_S + size_of(join.fragments[number]) / SLOWEST_BYTES_S
-            if now_s - self._attempts.setdefault(key, now_s) > limit_s:
-                overdue.add((number, closing.attempt))
-        return overdue
-
-    def _say_what_is_new(self, before: Rounds | None, after: Rounds) -> None:
-        for number, fragment in enumerate(after.fragments):
-            rounds_before = 0 if before is None else before.fragments[number].outer.round
-            if fragment.outer.round < rounds_before:
-                self._log(f"rounds after {fragment.outer.round} are void: no island has them")
-            for past in fragment.recent:
-                if before is not None and past.outer.round > rounds_before:
-                    islands = [f"{c.island} ({c.samples})" for c in past.contributors]
-                    self._log(f"round {past.outer.round}: {', '.join(islands)} samples")
-
     # What the workers are told.
 
-    def _tell_news(self, rounds: Rounds) -> None:
-        """Tells the workers how the rounds stand, if that is new to them (IK3)."""
+    def _tell_news(self, rounds: Rounds, others: Collection[str]) -> None:
+        """Tells the workers how the rounds stand, if that is new to them (IK3).
+
+        Args:
+            rounds: The rounds.
+            others: The other islands that live.
+        """
+        if not self._are_there or (self._news is not None and self._news.refused):
+            return
+        if rounds.done and not self._takes_part(rounds) and not others:
+            self._refuse("has come after the last round, and no other island is there any more")
         seat = rounds.seat(self._place.name, self._incarnation)
+        if seat is None and rounds.done:
+            seat = seat_after_the_end(rounds, self._place.name, self._incarnation)
         if seat is None or seat.number != self._seat or not self._takes_part(rounds):
             return
-        fragments = tuple(
-            FragmentNews(
-                round=kept.outer.round,
-                digest=kept.outer.digest,
-                called=fragment.called,
-                settled=_settled_for(seat, number, kept.outer),
-            )
-            for number, (fragment, kept) in enumerate(
-                zip(rounds.fragments, self._fragments, strict=True)
-            )
-        )
+        outers = [kept.outer for kept in self._fragments]
+        if self._left is None or outers == [fragment.outer for fragment in rounds.fragments]:
+            left = left_of(rounds)
+            if self._left is None or left.committed != self._left.committed:
+                self._left = left
         version = 0 if self._news is None else self._news.version
-        news = RoundNews(
-            version=version,
-            incarnation=self._incarnation,
-            fragments=fragments,
-            claims=tuple(
-                GivenSamples(
-                    number=claim.number,
-                    start=claim.samples.start,
-                    stop=claim.samples.stop,
-                    batch=claim.batch,
-                )
-                for claim in seat.claims
-            ),
-            left=self._left_of(rounds),
-            none_left=rounds.next >= rounds.order.total and not rounds.free,
-            done=rounds.done,
-        )
+        news = news_of(rounds, seat, outers, self._left, version)
         if news != self._news:
             self._news = replace(news, version=version + 1)
             self._outlets.tell(self._news)
-
-    def _left_of(self, rounds: Rounds) -> SamplesLeft:
-        """Returns the samples that are in no committed round, as of the last one."""
-        before = None if self._news is None else self._news.left
-        if before is not None and before.committed == rounds.samples:
-            return before
-        pieces = sorted((piece.start, piece.stop) for piece in rounds.uncommitted())
-        return SamplesLeft(next=rounds.next, earlier=tuple(pieces), committed=rounds.samples)
 
     def _clean(self) -> None:
         """Removes files that nobody needs any more."""
@@ -515,9 +479,8 @@ class IslandKeeper:
                 following = kept.outer.round + 1, kept.sum.outer
                 names |= {outer_name(number, *following, part) for part in PARTS}
             names |= {sent_name(number, self._incarnation, n) for n in kept.digests}
-            if number in self._busy:
-                return
-        self._files.keep_only(names | self._written_by_workers())
+        busy = tuple(f"{kind}-{n}-" for n in self._busy for kind in ("outer", "mean"))
+        self._files.keep_only(names | self._written_by_workers(), busy)
 
     def _is_read(self, number: int, kept: _Fragment, state: Outer) -> bool:
         """Returns whether an earlier outer state may still be read."""
@@ -527,35 +490,22 @@ class IslandKeeper:
 
     def _written_by_workers(self) -> set[str]:
         """Returns the names of files that workers may be writing."""
-        names = set[str]()
-        if self._progress is not None:
-            for number, part in enumerate(self._progress.fragments):
-                names.add(sent_name(number, self._incarnation, part.number + 1))
-                names.add(sent_name(number, self._incarnation, part.number))
-        return names
+        at = self._progress
+        numbers = range(len(self._fragments))
+        newest = [0 if at is None else at.fragments[n].number for n in numbers]
+        return {
+            sent_name(n, self._incarnation, number)
+            for n in numbers
+            for number in (newest[n], newest[n] + 1)
+        }
 
     def close(self) -> None:
         """Leaves the rounds."""
         if self._exchange is not None:
             self._exchange.close()
         self._documents.close()
-        for source in self._sources.values():
+        for _, source in self._sources.values():
             source.close()
-
-
-def _refusal(island: str) -> RoundNews:
-    """Returns the news that an island can take no part."""
-    return RoundNews(
-        version=1,
-        incarnation="",
-        fragments=(),
-        claims=(),
-        left=SamplesLeft(),
-        none_left=False,
-        done=False,
-        refused=f"island {island} has another model, other samples or other settings of diloco "
-        "than the job's other islands: start all with the same script and options",
-    )
 
 
 def _digests(task: SumUp, reports: Mapping[str, IslandReport]) -> dict[str, str]:
@@ -567,16 +517,3 @@ def _digests(task: SumUp, reports: Mapping[str, IslandReport]) -> dict[str, str]
         if part is not None and part.number == contributor.number:
             digests[contributor.island] = part.digest
     return digests
-
-
-def _settled_for(seat: Seat, number: int, outer: Outer) -> int:
-    """Returns the number of the last contribution that an outer state has, or that counts nowhere.
-
-    Args:
-        seat: The island's seat.
-        number: Number of the fragment.
-        outer: The outer state that the island has.
-    """
-    settled = seat.settled[number]
-    counts_later = settled.round is not None and settled.round > outer.round
-    return settled.number - 1 if counts_later else settled.number

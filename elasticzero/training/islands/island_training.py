@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,9 @@ from elasticzero.serialization import encode, field_values
 from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.training_state import TrainingState
+
+LOOK_S = 0.25
+"""Seconds between two looks for what ends the generation, where an island waits."""
 
 
 class IslandTraining:
@@ -48,8 +52,15 @@ class IslandTraining:
             tracker: The state of the step that this rank works on.
         """
         self._link, self._settings, self._tracker = link, settings, tracker
+        self._is_alone = link.assignment.world_size == 1
         self._model = model
         assignment = link.assignment
+        for name, tensor in self._tensors().items():
+            if not tensor.is_contiguous():
+                raise UserError(
+                    f"{name} is not contiguous in memory, as islands need their parameters and "
+                    "buffers (--strategy diloco): leave out its memory_format, or use ddp"
+                )
         self._layouts = fragments_of(
             dict(model.named_parameters()), _floating_buffers(model), settings.fragments
         )
@@ -65,6 +76,7 @@ class IslandTraining:
             settings,
             self._layouts,
             self._tensors,
+            lambda: tracker.record(StepEvent.TEAR),
         )
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -142,10 +154,14 @@ class IslandTraining:
         incarnation = _island_of(training).incarnation
         following = self._follow(training)
         if following is None and not self._is_over(training):
+            looked_s = time.monotonic()
             with self._link.busy("waiting for samples or a round"):
                 while following is None and not self._is_over(training):
                     self._rounds.pause()
                     following = self._follow(training)
+                    if self._is_alone and time.monotonic() - looked_s >= LOOK_S:
+                        training.at_boundary()  # which ends the generation where the node leaves
+                        looked_s = time.monotonic()
         anew = _island_of(training).incarnation != incarnation
         self._data.begin_at(training.position, anew=anew)
         return following
@@ -153,7 +169,6 @@ class IslandTraining:
     def _follow(self, training: TrainingState) -> tuple[GlobalBatch, DataPosition] | None:
         before = _island_of(training)
         has_samples = self._plan.next(training.position) is not None
-        self._tracker.record(StepEvent.TEAR)  # while parameters change
         progress = self._rounds.at_boundary(before, has_samples=has_samples)
         if progress != before:
             training.position = replace(training.position, island=progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,13 +16,16 @@ from elasticzero.launcher.agent.extensions.base import AgentContext, AgentExtens
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.islands.documents import RoundDocuments
 from elasticzero.launcher.islands.files import RoundFiles
-from elasticzero.launcher.islands.keeper import SILENCE_S, IslandKeeper, IslandPlace, Outlets
+from elasticzero.launcher.islands.keeper import SILENCE_S, IslandKeeper, Outlets
+from elasticzero.launcher.islands.lead import IslandPlace
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.rounds.documents import IslandReport
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.workers.group import Ended
 from elasticzero.security.proofs import run_secret
+
+log = logging.getLogger(__name__)
 
 
 class IslandExtension(AgentExtension):
@@ -41,6 +45,7 @@ class IslandExtension(AgentExtension):
         self._files = RoundFiles(options.snapshot_dir / ROUNDS_FOLDER)
         self._access: AgentAccess | None = None
         self._first_rank = 0
+        self._has_failed = False
         ttl_s = options.policy.lease_ttl_s
         place = IslandPlace(
             name=options.node,
@@ -79,12 +84,24 @@ class IslandExtension(AgentExtension):
 
     def received(self, rank: int, message: Message | Ended) -> None:
         """Passes on what workers say of the rounds."""
-        self._keeper.received(rank - self._first_rank, message)
+        self._contained(lambda: self._keeper.received(rank - self._first_rank, message))
 
     def turn(self, view: View, access: AgentAccess) -> None:
         """Does what is to be done of the rounds."""
         self._access = access
-        self._keeper.turn(time.monotonic())
+        self._contained(lambda: self._keeper.turn(time.monotonic(), leaves=view.leaving))
+
+    def _contained(self, work: Callable[[], None]) -> None:
+        """Does some work; where it fails, the island leaves the rounds, so that no other one counts
+        on it, and its workers end."""
+        if self._has_failed:
+            return
+        try:
+            work()
+        except Exception as error:
+            self._has_failed = True
+            log.exception("the island's part in the rounds has failed")
+            self._keeper.fail(error)
 
     def files(self) -> Mapping[str, Callable[[str], BinaryIO]]:
         """Returns what opens the files of the rounds for other agents."""
@@ -92,4 +109,5 @@ class IslandExtension(AgentExtension):
 
     def close(self, outcome: str | None) -> None:
         """Leaves the rounds."""
-        self._keeper.close()
+        if not self._has_failed:
+            self._keeper.close()

@@ -178,6 +178,8 @@ class IslandReport:
     """Number of the claim that it trains on; 0: it has begun none."""
     ahead: int = 0
     """Number of claims that it wants to have besides that one; 0: it is about to leave."""
+    is_over: bool = False
+    """True if it has no samples, has contributed all its steps, and has taken the newest states."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
     """Number of the job's run: see `compare_runs`."""
 

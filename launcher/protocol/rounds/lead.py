@@ -33,8 +33,8 @@ documents alone, so that another lead goes on from the same point. Rules:
       has two.
  RD9  Samples are committed with the last fragment's rounds: those of earlier claims, and of the
       newest claim up to the position that the contribution names. What is left of a claim stays.
- RD10 The first island begins the rounds with its own state, and where no island holds any state
-      of them, the first one begins them again.
+ RD10 The rounds begin with the state of the island that has most samples behind it, the first one
+      of equals, and begin again so where no island holds any state of them.
 Invariants: a round commits once; each sample is in one claim, free, or in one committed round; a
 contribution counts once; all islands hold the same bits of a committed round.
 """
@@ -102,6 +102,8 @@ def lead(view: LeadView, settings: RoundSettings) -> Rounds | None:
         settings: The settings of the rounds.
     """
     rounds = view.rounds
+    if rounds is not None and rounds.done:
+        return rounds
     alike = {n: r for n, r in view.reports.items() if rounds is None or r.order == rounds.order}
     if rounds is None or _nobody_holds(rounds, replace(view, reports=alike)):
         return _begun(view)
@@ -113,14 +115,14 @@ def lead(view: LeadView, settings: RoundSettings) -> Rounds | None:
         rounds = _without_stale(rounds, view, settings, number)
         rounds = _closed(rounds, view, settings, number)
     rounds = _given(rounds, view, settings)
-    return replace(rounds, done=rounds.done or _is_done(rounds, view))
+    return replace(rounds, done=_is_done(rounds, view))
 
 
 def _begun(view: LeadView) -> Rounds | None:
-    """Returns rounds that begin with the first island's state (RD10); None: it has none yet."""
-    first = next(iter(view.reports.values()), None)
-    if first is None or not (view.complete or view.rounds is not None):
+    """Returns rounds that begin with an island's state (RD10); None: they cannot yet."""
+    if not view.reports or not view.complete:
         return None
+    first = max(view.reports.values(), key=lambda report: report.origin.samples)
     states = [fragment.outer for fragment in first.fragments]
     if not all(states):
         return None
@@ -412,7 +414,7 @@ def _closed(rounds: Rounds, view: LeadView, settings: RoundSettings, number: int
     established = [seat for seat in training if seat.settled[number].number] or training
     count = sum(seat.island in ready for seat in established)
     if len(ready) < len(training):
-        if count < ceil(settings.quorum * len(established)):
+        if count < ceil(settings.quorum * len(established) - 1e-9):
             return rounds
         fragment = replace(fragment, called=True)
         if not any(contribution.waits for _, contribution in ready.values()):
@@ -490,13 +492,16 @@ def _may_have_more(rounds: Rounds, seat: Seat, report: IslandReport, islands: in
 
 
 def _is_done(rounds: Rounds, view: LeadView) -> bool:
-    """Returns whether all samples are committed, nothing else is left to be, and all islands have
-    the last state: then none needs another one."""
+    """Returns whether all samples are committed, and all islands have contributed all their steps
+    and have the last state: then none needs another one."""
     if rounds.next < rounds.order.total or any(rounds.uncommitted()):
         return False
-    return not any(
-        fragment.closing
-        or _open_contributions(rounds, view, number)
-        or any(part.outer != fragment.outer for _, part in _living(rounds, view, number))
+    return all(
+        fragment.closing is None
+        and all(part.outer == fragment.outer for _, part in _living(rounds, view, number))
         for number, fragment in enumerate(rounds.fragments)
+    ) and all(
+        report.is_over
+        for seat in rounds.seats
+        if (report := _report(seat, view)) is not None and _holds(rounds, report)
     )

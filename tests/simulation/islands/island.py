@@ -97,9 +97,16 @@ class Island:
             origin=Origin(),
             fragments=tuple(self.part(number) for number in numbers),
             seat=self.seat,
+            is_over=self.is_over,
             claim=self.progress.claim,
             ahead=0 if self.leaving else self.drawn.ahead,
         )
+
+    @property
+    def is_over(self) -> bool:
+        pairs = zip(self.progress.fragments, self.outer, strict=True)
+        newest = all(part.digest == outer.digest for part, outer in pairs)
+        return not self.has_samples and self.has_contributed_all and newest
 
     def part(self, number: int) -> FragmentReport:
         sent = self.progress.fragments[number].sent

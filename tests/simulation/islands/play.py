@@ -70,7 +70,8 @@ class Play:
         if rounds is None or not rounds.done:
             return False
         newest = [fragment.outer for fragment in rounds.fragments]
-        return all(i.outer == newest for i in self.islands if i.alive and not i.leaving)
+        having = [i.outer == newest for i in self.islands if i.alive and not i.leaving]
+        return all(having) or not any(having)  # who comes after all others have gone is refused
 
     def _say(self, text: str) -> None:
         self._tell(f"{self._tick}: {text}")

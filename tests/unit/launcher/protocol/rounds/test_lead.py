@@ -303,8 +303,11 @@ def test_the_rounds_are_done_when_nothing_is_left(pending: bool) -> None:
     rounds = begun("a")
     seats = (replace(rounds.seats[0], claims=()),)
     rounds = replace(rounds, seats=seats, next=250, samples=250)
-    written = report("a", 1, contribution=contribution() if pending else None)
-    assert following(rounds, written).done is not pending
+    written = report("a", 1, is_over=not pending)
+    after = following(rounds, written)
+    assert after.done is not pending
+    if after.done:
+        assert following(after, report("z")) == after
 
 
 def test_the_documents_are_read_as_they_were_written() -> None:

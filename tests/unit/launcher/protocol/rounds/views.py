@@ -21,7 +21,14 @@ START = Outer(round=0, digest="start")
 SETTINGS = RoundSettings(every=2)
 
 
-def report(island: str, seat: int = 0, claim: int = 0, ahead: int = 1, **part: Any) -> IslandReport:
+def report(
+    island: str,
+    seat: int = 0,
+    claim: int = 0,
+    ahead: int = 1,
+    is_over: bool = False,
+    **part: Any,
+) -> IslandReport:
     """A report of an island with one fragment, whose part has these fields."""
     return IslandReport(
         incarnation=f"{island}.1",
@@ -32,6 +39,7 @@ def report(island: str, seat: int = 0, claim: int = 0, ahead: int = 1, **part: A
         seat=seat,
         claim=claim,
         ahead=ahead,
+        is_over=is_over,
     )
 
 
