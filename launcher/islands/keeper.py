@@ -2,8 +2,10 @@
 
 `turn` is called in the agent's loop, and decides from documents, files and messages alone what
 comes next: each step may be lost or done twice. Rules:
- IK1  An island takes part from the moment at which all of its node's workers have their state. Its
-      own state is its first outer state, which others take where it is the first island.
+ IK1  An island takes part from the moment at which all of its node's workers have their state. That
+      is its first outer state, with which the rounds begin where no other island has more samples
+      behind its own (RD10). While its workers start again it goes on to lead, to exchange and to
+      report, and says that it does not train.
  IK2  It begins anew, under another incarnation, where what it has made counts no more: it has
       another seat, its outer state is none of the recent rounds', or its workers have come back
       from a state that is older than what it has told of. Its claims are free then, and its
