@@ -88,7 +88,7 @@ class FragmentShape:
     averaged: int
     """Number of the last of them, of buffers, which are averaged without an outer step."""
     dtype: Literal["float32", "float64"]
-    """Of outer parameters, and of what is exchanged."""
+    """Format of outer parameters, and of what is exchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

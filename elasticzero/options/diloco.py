@@ -79,7 +79,7 @@ _EXPECTED = {
     "wait": "a number of seconds",
     "inner": f"one of {', '.join(INNER)}",
 }
-"""What a value may be, by name."""
+"""Says what a value may be, by name."""
 _KINDS = {"int": int, "float": float, "str": str}
 
 

@@ -45,8 +45,8 @@ class Exchanged:
 
     task: ToDo
     result: Sum | Unreachable | None = None
-    """What it was to make, or what could not be fetched; None: the state is there, if there is no
-    error."""
+    """Result that it was to make, or names of what could not be fetched; None: the state is there,
+    if there is no error."""
     error: str = ""
     """Why it has failed; empty: it has not."""
 

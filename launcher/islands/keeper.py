@@ -130,7 +130,7 @@ class IslandKeeper:
         self._incarnation = new_incarnation()
         self._seat = 0
         self._join: JoinRounds | None = None
-        """What the workers have said last; None: nothing yet."""
+        """Message of the workers that have come last; None: none has."""
         self._are_there = False
         """True once all workers of the present generation have said so."""
         self._left: SamplesLeft | None = None

@@ -137,7 +137,7 @@ class FragmentReport:
     sum: Sum | None = None
     """Result of the attempt that is under way; None: it has none."""
     unreachable: Unreachable | None = None
-    """What it could not fetch as the owner of an attempt; None: nothing."""
+    """Names what it could not fetch as the owner of an attempt; None: it has fetched all."""
 
     def has(self, past: Committed) -> bool:
         """Returns whether the island has the state after a round, as its newest or as a result."""
@@ -191,7 +191,7 @@ class Claim:
     number: int
     """Number among the claims of the island, from 1."""
     samples: Samples
-    """Those of its samples that are in no committed round."""
+    """Samples of it that are in no committed round."""
     batch: int
     """Number of samples of an inner step."""
 
