@@ -149,6 +149,36 @@ def fsdp_rows(shape: Sequence[int], world_size: int, rank: int, replicas: int = 
     return Span(rows.start * width, rows.stop * width) if rows and width else EMPTY
 
 
+def dealt(
+    rule: Rule,
+    shapes: Sequence[Sequence[int]],
+    owners: Sequence[int],
+    world_size: int,
+    rank: int,
+    replicas: int = 1,
+) -> dict[int, Span]:
+    """Applies a rule to a group of tensors.
+
+    Args:
+        rule: The rule.
+        shapes: Shape of each tensor.
+        owners: The rank of each, under the rule `whole`.
+        world_size: Number of ranks.
+        rank: The rank.
+        replicas: Number of rows of ranks, as of `chunk`.
+
+    Returns:
+        The span of each tensor of which `rank` holds elements, by its index in the group.
+    """
+    if rule == "even":
+        return dict(even([math.prod(shape) for shape in shapes], world_size, rank, replicas))
+    if rule == "fsdp_rows":
+        rows = (fsdp_rows(shape, world_size, rank, replicas) for shape in shapes)
+        return {index: span for index, span in enumerate(rows) if span}
+    wholes = enumerate(zip(shapes, owners, strict=True))
+    return {index: Span(0, math.prod(shape)) for index, (shape, r) in wholes if r == rank}
+
+
 def covering(target: Span, held: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
     """Returns the parts of `target`, disjoint and in order, each with the first holder that has it.
 

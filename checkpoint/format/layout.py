@@ -247,15 +247,8 @@ class Layout:
         held: dict[str, Span] = {}
         for group in self.groups:
             specs = [self.tensors[name] for name in group.tensors]
-            if group.rule == "even":
-                numels = [spec.numel for spec in specs]
-                parts = dict(spans.even(numels, self.world_size, rank, self.replicas))
-            elif group.rule == "fsdp_rows":
-                world = (self.world_size, rank, self.replicas)
-                rows = (spans.fsdp_rows(spec.shape, *world) for spec in specs)
-                parts = {index: span for index, span in enumerate(rows) if span}
-            else:
-                parts = {i: Span(0, specs[i].numel) for i, r in enumerate(group.ranks) if r == rank}
+            shapes, world = [spec.shape for spec in specs], (self.world_size, rank, self.replicas)
+            parts = spans.dealt(group.rule, shapes, group.ranks, *world)
             if rank == 0 and group.rule != "whole":
                 parts |= {i: EMPTY for i, spec in enumerate(specs) if not spec.numel}
             held |= {group.tensors[index]: parts[index] for index in sorted(parts)}

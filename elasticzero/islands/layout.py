@@ -1,7 +1,7 @@
 """Lays the parameters and buffers of a model end to end in fragments, the same on all islands.
 
 A fragment has parameters that follow each other in the model, then the buffers of its share. Each
-rank of a node writes and reads a part of a fragment's elements.
+rank of an island writes a part of a fragment's elements, and takes those that it has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from elasticzero.ipc.rounds import FragmentShape
-from elasticzero.spans import Span
+from elasticzero.state.model import LocalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,29 +38,19 @@ class FragmentLayout:
             dtype=self.dtype,
         )
 
-    def pieces(self, tensors: Mapping[str, Tensor], part: Span) -> Iterator[tuple[Span, Tensor]]:
-        """Yields the elements of a part of the fragment: (their places, a flat view of them).
+    def places(
+        self, tensors: Mapping[str, Sequence[LocalTensor]]
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yields (where they lie in the fragment, a flat view of them) for elements of tensors.
 
         Args:
-            tensors: The tensors by name, each contiguous.
-            part: The part.
+            tensors: Elements of each tensor by its name, each contiguous in memory.
         """
-        for name, first, last in zip(self.names, self.offsets, self.offsets[1:], strict=False):
-            start, stop = max(first, part.start), min(last, part.stop)
-            if start < stop:
-                flat = tensors[name].detach().view(-1)
-                yield Span(start, stop), flat[start - first : stop - first]
-
-
-def part_of(elements: int, place: int, places: int) -> Span:
-    """Returns the elements that one of several ranks writes.
-
-    Args:
-        elements: Number of elements of the fragment.
-        place: The rank's place among those of its node.
-        places: Number of these.
-    """
-    return Span(place * elements // places, (place + 1) * elements // places)
+        for name, first in zip(self.names, self.offsets, strict=False):
+            for local in tensors.get(name, ()):
+                start = first + local.start
+                flat = local.tensor.detach().view(-1)
+                yield slice(start, start + flat.numel()), flat
 
 
 def fragments_of(

@@ -1,15 +1,15 @@
 """Takes part in the rounds on one rank of an island: contributes, and takes what comes.
 
 All ranks of an island do the same at the same boundary: they agree on the news that they follow.
-What each has of parameters is whole (`ddp`); of a contribution each rank of the node writes its
-part.
+Each writes a part of a contribution, and takes what comes into all elements that it has.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -30,11 +30,11 @@ from elasticzero.ipc.rounds import (
     own_name,
     sent_name,
 )
-from elasticzero.islands.layout import FragmentLayout, part_of
+from elasticzero.islands.elements import Elements
+from elasticzero.islands.layout import FragmentLayout
 from elasticzero.islands.parameters import Reference, take, write_difference
 from elasticzero.islands.progress import contributed, is_due, took
 from elasticzero.options.diloco import DiLoCo
-from elasticzero.spans import Span
 
 POLL_S = 0.002
 """Seconds between two looks for news where a rank waits for it."""
@@ -53,14 +53,15 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Says which rank of its node this is, and what it shares with the others."""
+    """Says what a rank shares with the others of its island."""
 
-    local_rank: int
-    local_ranks: int
     least: Callable[[int], int]
     """Returns the least of the numbers that all ranks of the island give."""
     folder: Path
     """Folder of the node's files of the rounds."""
+    elements: Callable[[], AbstractContextManager[Elements]]
+    """Yields the elements that this rank has between two steps, which may be changed in place until
+    the context ends."""
 
 
 class IslandRounds:
@@ -72,7 +73,6 @@ class IslandRounds:
         part: Part,
         settings: DiLoCo,
         layouts: Sequence[FragmentLayout],
-        tensors: Callable[[], Mapping[str, Tensor]],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins before the state is in place.
@@ -82,12 +82,11 @@ class IslandRounds:
             part: This rank's part.
             settings: The settings of the strategy.
             layouts: The fragments.
-            tensors: Returns the parameters and buffers by name, as they lie now.
             on_change: Called before parameters change.
         """
         self._on_change = on_change
         self._link, self._part, self._settings = link, part, settings
-        self._layouts, self._tensors = layouts, tensors
+        self._layouts = layouts
         self._news: RoundNews | None = None
         self._told: IslandAt | None = None
         self._waiting: tuple[tuple[int, ...], float] | None = None
@@ -105,10 +104,11 @@ class IslandRounds:
 
     def write_own(self) -> None:
         """Writes this rank's part of the parameters that it begins with."""
-        for number, layout in enumerate(self._layouts):
-            path = self._part.folder / own_name(number)
-            for flat, local in self._own_pieces(path, layout):
-                flat.copy_(local)
+        with self._part.elements() as elements:
+            for number, layout in enumerate(self._layouts):
+                mapped = _mapped(self._part.folder / own_name(number), layout, create=True)
+                for place, local in layout.places(elements.written):
+                    mapped[place].copy_(local)
 
     def at_boundary(self, progress: IslandProgress, *, has_samples: bool) -> IslandProgress:
         """Follows the news that all ranks have, and contributes what is due; all ranks call this
@@ -180,11 +180,12 @@ class IslandRounds:
     def _begin(self, news: RoundNews) -> IslandProgress:
         """Begins with the outer parameters, as another incarnation of the island."""
         self._on_change()
-        for number, fragment in enumerate(news.fragments):
-            outer = self._outer(number, fragment.round, fragment.digest)
-            for span, local in self._layouts[number].pieces(self._tensors(), _all(outer)):
-                after = Reference(outer_E=outer[span.start : span.stop])
-                take(local, after, after, alpha=0.0)
+        with self._part.elements() as elements:
+            for number, fragment in enumerate(news.fragments):
+                outer = self._outer(number, fragment.round, fragment.digest)
+                for place, local in self._layouts[number].places(elements.held):
+                    after = Reference(outer_E=outer[place])
+                    take(local, after, after, alpha=0.0)
         parts = tuple(FragmentProgress(base=f.round, digest=f.digest) for f in news.fragments)
         return IslandProgress(fragments=parts, incarnation=news.incarnation)
 
@@ -205,15 +206,15 @@ class IslandRounds:
         is_reference = not part.steps and (part.sent is not None or not self._settings.alpha)
         late = 0.0 if is_reference else None
         alpha = self._settings.alpha if in_time else late
-        for span, local in self._layouts[number].pieces(self._tensors(), _all(after)):
-            piece = slice(span.start, span.stop)
-            part_sent = None if sent is None else sent[piece]
-            take(
-                local,
-                Reference(outer_E=before[piece], sent_E=part_sent),
-                Reference(outer_E=after[piece], sent_E=part_sent if waits else None),
-                alpha,
-            )
+        with self._part.elements() as elements:
+            for place, local in self._layouts[number].places(elements.held):
+                part_sent = None if sent is None else sent[place]
+                take(
+                    local,
+                    Reference(outer_E=before[place], sent_E=part_sent),
+                    Reference(outer_E=after[place], sent_E=part_sent if waits else None),
+                    alpha,
+                )
         return progress_after
 
     def _is_early(self, part: FragmentProgress, news: FragmentNews) -> bool:
@@ -227,20 +228,10 @@ class IslandRounds:
         part, layout = progress.fragments[number], self._layouts[number]
         path = self._part.folder / sent_name(number, progress.incarnation, part.number + 1)
         outer = self._outer(number, part.base, part.digest)
-        place = self._place(layout)
         mapped = _mapped(path, layout, create=True)
-        for span, local in layout.pieces(self._tensors(), place):
-            piece = slice(span.start, span.stop)
-            write_difference(outer[piece], local, mapped[piece])
-
-    def _place(self, layout: FragmentLayout) -> Span:
-        part = self._part
-        return part_of(layout.offsets[-1], part.local_rank, part.local_ranks)
-
-    def _own_pieces(self, path: Path, layout: FragmentLayout) -> Iterator[tuple[Tensor, Tensor]]:
-        mapped = _mapped(path, layout, create=True)
-        for span, local in layout.pieces(self._tensors(), self._place(layout)):
-            yield mapped[span.start : span.stop], local
+        with self._part.elements() as elements:
+            for place, local in layout.places(elements.written):
+                write_difference(outer[place], local, mapped[place])
 
     def _outer(self, number: int, round: int, digest: str) -> Tensor:
         path = self._part.folder / outer_name(number, round, digest)
@@ -278,10 +269,6 @@ def _has_all(progress: IslandProgress, news: RoundNews) -> bool:
         part.base == fragment.round and part.sent is None and not part.steps
         for part, fragment in zip(progress.fragments, news.fragments, strict=True)
     )
-
-
-def _all(flat: Tensor) -> Span:
-    return Span(0, flat.numel())
 
 
 def _mapped(path: Path, layout: FragmentLayout, *, create: bool) -> Tensor:

@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 
 from elasticzero.errors import UserError
+from elasticzero.spans import STRATEGIES
 
 NAME = "diloco"
 """The strategy's name."""
-INNER = ("ddp",)
+INNER = STRATEGIES
 """Strategies with which an island can train."""
 
 

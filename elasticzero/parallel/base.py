@@ -224,6 +224,11 @@ class Strategy(Protocol):
     def rank_state(self) -> RankState:
         """Returns the parameters and optimizer state, by name, and how ranks write them."""
 
+    def changing(self) -> AbstractContextManager[RankState]:
+        """Yields the state between two steps, whose parameters and masters the caller may change in
+        place, in the same way on all ranks; what it has changed counts once the context ends. All
+        ranks call this together."""
+
     def pieces(self) -> Mapping[str, LocalTensor]:
         """Returns what the optimizers step of each parameter on this rank, by the parameter's name:
         its elements, or those of its 32-bit master."""

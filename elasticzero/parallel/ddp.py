@@ -323,6 +323,10 @@ class Replicated:
         share.add_whole(scalars, tuple(i * self._ranks // count for i in range(count)))
         return share
 
+    @contextmanager
+    def changing(self) -> Iterator[RankState]:
+        yield self.rank_state()
+
     def pieces(self) -> dict[str, LocalTensor]:
         return {n: LocalTensor(p) for n, p in self.optimizers.parameters().items()}
 

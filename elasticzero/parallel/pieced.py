@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from elasticzero.parallel.optimizers.moves import CPU, Division, PieceState, lac
 from elasticzero.parallel.parameter_changes import ForwardChanges
 from elasticzero.parallel.partitioned import PartitionedOptimizer
 from elasticzero.parallel.wire.residual import Residual
-from elasticzero.state.model import LocalTensor
+from elasticzero.state.model import LocalTensor, RankState
 
 
 class PiecedStrategy:
@@ -79,6 +80,19 @@ class PiecedStrategy:
 
     def settle(self) -> None:
         raise NotImplementedError
+
+    def take_changes(self) -> UserError | None:
+        raise NotImplementedError
+
+    def rank_state(self) -> RankState:
+        raise NotImplementedError
+
+    @contextmanager
+    def changing(self) -> Iterator[RankState]:
+        self.settle()
+        if (error := self.take_changes()) is not None:
+            raise error
+        yield self.rank_state()
 
     @property
     def norm(self) -> float:

@@ -315,6 +315,13 @@ class FlatBuckets(PiecedStrategy):
         share.factors = self.residual.factors()
         return share
 
+    @contextmanager
+    def changing(self) -> Iterator[RankState]:
+        with super().changing() as state:
+            yield state
+        for bucket in self._buckets:
+            bucket.give_out()
+
     def mirrored_states(self) -> dict[int, RankState]:
         states = {}
         for mirror in self._mirrors.up_to_date():

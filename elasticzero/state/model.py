@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from elasticzero.errors import UserError
 from elasticzero.nested import has_no_memory
-from elasticzero.spans import Rule, Span, fsdp_rows
+from elasticzero.spans import Rule, Span, dealt, fsdp_rows
 from elasticzero.state.buffers import ModelBuffers
 from elasticzero.state.extra_state import KEY as EXTRA_STATE
 from elasticzero.state.extra_state import ExtraStates
@@ -107,6 +107,20 @@ class RankState:
     residual_sum: Mapping[str, Tensor] = field(default_factory=dict)
     """The sum of that of ranks which hold the same part of the state, where they have summed it to
     leave together."""
+
+    def written(self, world_size: int, rank: int) -> dict[str, Span]:
+        """Returns the elements of each tensor that this rank writes, where all ranks are one row.
+
+        Args:
+            world_size: Number of ranks.
+            rank: This rank.
+        """
+        spans: dict[str, Span] = {}
+        for group in self.partitions:
+            shapes = [self.specs[name].shape for name in group.names]
+            parts = dealt(group.rule, shapes, group.ranks, world_size, rank)
+            spans |= {group.names[index]: span for index, span in parts.items()}
+        return spans
 
     def trained(self) -> set[str]:
         """Returns the names that must be finite; call it before buffers and other tensors are

@@ -38,9 +38,10 @@ def etcd() -> Iterator[EtcdServer]:
 
 @contextmanager
 def job(
-    tmp_path: Path, etcd: EtcdServer, name: str, diloco: str, *arguments: str, nodes: int = 3
+    tmp_path: Path, etcd: EtcdServer, name: str, diloco: str, *arguments: str, nodes: int = 3, workers: int = 1
 ) -> Iterator[Story]:
     options = ["--strategy", "diloco", "--diloco", diloco, "--lease-ttl", "2"]
+    options += ["--nproc-per-node", str(workers)]
     options += ["--nnodes", f"{nodes}:{nodes + 1}", str(SCRIPT), *arguments]
     with story(tmp_path, etcd.endpoint, name, options, nodes=nodes) as told:
         yield told
@@ -118,12 +119,16 @@ def test_islands_divide_the_samples_and_end_alike(
         assert len({tuple(flat) for flat in weights_of(told).values()}) == 1
 
 
+@pytest.mark.parametrize(
+    ("inner", "workers"), [("ddp", 1), slow("ddp", 2), ("zero2", 2), slow("zero1", 3), ("zero3", 2)]
+)
 def test_two_islands_that_average_each_step_are_one_process(
-    tmp_path: Path, etcd: EtcdServer
+    inner: str, workers: int, tmp_path: Path, etcd: EtcdServer
 ) -> None:
-    diloco = "every=1,outer-lr=1,outer-momentum=0,wait=60"
+    diloco = f"every=1,outer-lr=1,outer-momentum=0,wait=60,inner={inner}"
     arguments = ("--model", "regress", "--samples", "240", "--lr", "0.05", "--pause", "0")
-    with job(tmp_path, etcd, "alike", diloco, *arguments, nodes=2) as told:
+    name = f"alike-{inner}-{workers}"
+    with job(tmp_path, etcd, name, diloco, *arguments, nodes=2, workers=workers) as told:
         codes = told.wait_for_end()
         assert set(codes.values()) == {0}, told.logs()
         ends = weights_of(told)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from elasticzero.data.sampling import BatchPlan
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.rounds import ROUNDS_FOLDER, IslandProgress, JoinRounds
+from elasticzero.islands.elements import Elements, elements_of
 from elasticzero.islands.layout import described, fragments_of
 from elasticzero.islands.plan import NONE, ClaimTable, IslandPlan
 from elasticzero.islands.rounds import IslandRounds, Part
 from elasticzero.options.diloco import NAME, DiLoCo
+from elasticzero.parallel.base import Strategy
 from elasticzero.serialization import encode, field_values
 from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.step_tracker import StepTracker
@@ -39,7 +42,7 @@ class IslandTraining:
         link: AgentClient,
         groups: ProcessGroups | None,
         settings: DiLoCo,
-        model: nn.Module,
+        strategy: Strategy,
         tracker: StepTracker,
     ) -> None:
         """Begins before the loop.
@@ -47,15 +50,15 @@ class IslandTraining:
         Args:
             link: The client of the agent.
             groups: The process groups of the island.
-            settings: The settings of the strategy.
-            model: The model.
+            settings: The settings of the islands.
+            strategy: The strategy of this island.
             tracker: The state of the step that this rank works on.
         """
         self._link, self._settings, self._tracker = link, settings, tracker
         self._is_alone = link.assignment.world_size == 1
-        self._model = model
-        assignment = link.assignment
-        for name, tensor in self._tensors().items():
+        self._strategy, model = strategy, strategy.model
+        tensors = {**dict(model.named_parameters()), **_floating_buffers(model)}
+        for name, tensor in tensors.items():
             if not tensor.is_contiguous():
                 raise UserError(
                     f"{name} is not contiguous in memory, as islands need their parameters and "
@@ -68,19 +71,20 @@ class IslandTraining:
         self._rounds = IslandRounds(
             link,
             Part(
-                local_rank=assignment.local_rank,
-                local_ranks=assignment.local_world_size,
                 least=_least(groups),
-                folder=Path(assignment.snapshot_root) / ROUNDS_FOLDER,
+                folder=Path(link.assignment.snapshot_root) / ROUNDS_FOLDER,
+                elements=self._elements,
             ),
             settings,
             self._layouts,
-            self._tensors,
             lambda: tracker.record(StepEvent.TEAR),
         )
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {**dict(self._model.named_parameters()), **_floating_buffers(self._model)}
+    @contextmanager
+    def _elements(self) -> Iterator[Elements]:
+        assignment, buffers = self._link.assignment, _floating_buffers(self._strategy.model)
+        with self._strategy.changing() as state:
+            yield elements_of(state, buffers, assignment.world_size, assignment.rank)
 
     def schedule(
         self, schedule: RankSchedule, on_epoch_end: Callable[[], object] | None
@@ -188,7 +192,7 @@ def open_islands(
     groups: ProcessGroups | None,
     strategy: str | DiLoCo | None,
     tracker: StepTracker,
-) -> tuple[str, Callable[[nn.Module], IslandTraining] | None]:
+) -> tuple[str, Callable[[Strategy], IslandTraining] | None]:
     """Returns the strategy of an island, and what makes its part in the rounds; None: there are no
     islands.
 
@@ -224,8 +228,8 @@ def open_islands(
         )
     chosen = settings
 
-    def make(model: nn.Module) -> IslandTraining:
-        return IslandTraining(link, groups, chosen, model, tracker)
+    def make(of_island: Strategy) -> IslandTraining:
+        return IslandTraining(link, groups, chosen, of_island, tracker)
 
     return settings.inner, make
 

@@ -60,7 +60,8 @@ def train(session: ez.Session) -> None:
         session.step()
         time.sleep(options.pause)
         print(json.dumps({"used": used, "at_s": time.time()}), flush=True)
-    flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
+    flat = torch.cat([parameter.detach().flatten() for parameter in whole])
     print(json.dumps({"weights": flat.tolist()}), flush=True)
 
 
