@@ -44,7 +44,7 @@ class DiLoCo:
     """Seconds for which an island waits at most for a round that it has contributed to, once it has
     made its `overlap` steps; it goes on then, and takes the round when that comes."""
     inner: str = "ddp"
-    """Strategy of an island's nodes."""
+    """Strategy with which an island trains: ddp, zero1, zero2 or zero3."""
 
     def checked(self) -> DiLoCo:
         """Returns the settings; raises `UserError` for a value that is not possible."""

@@ -38,7 +38,13 @@ def etcd() -> Iterator[EtcdServer]:
 
 @contextmanager
 def job(
-    tmp_path: Path, etcd: EtcdServer, name: str, diloco: str, *arguments: str, nodes: int = 3, workers: int = 1
+    tmp_path: Path,
+    etcd: EtcdServer,
+    name: str,
+    diloco: str,
+    *arguments: str,
+    nodes: int = 3,
+    workers: int = 1,
 ) -> Iterator[Story]:
     options = ["--strategy", "diloco", "--diloco", diloco, "--lease-ttl", "2"]
     options += ["--nproc-per-node", str(workers)]

@@ -27,7 +27,7 @@ def test_names_are_those_of_the_class() -> None:
         ("quorum=1.5", "diloco has quorum=1.5; a number above 0, and 1 at most, is expected"),
         ("every=4,fragments=5", "diloco has fragments=5; a number from 1 to"),
         ("every=10,fragments=2,overlap=5", "diloco has overlap=5; a number of inner steps below"),
-        ("inner=zero3", "diloco has inner=zero3; one of ddp is expected"),
+        ("inner=auto", "diloco has inner=auto; one of ddp, zero1, zero2, zero3 is expected"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, named: str) -> None:
