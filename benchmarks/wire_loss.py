@@ -11,25 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
+from dataclasses import dataclass
 
-from performance_page import about_in_words, machine, present_commit, publish, record
+from example_run import publish_losses, run_example
 
 from elasticzero.options.wire import wire_of
 from elasticzero.text import table_text
 
-SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "gpt.py"
-SIZE = ("--layers", "2", "--context", "64", "--global-batch", "16")
 FAULTS = (("kill-worker", 0.3), ("kill-node", 0.5), ("join", 0.55), ("kill-worker", 0.75))
 """Names each fault, with the share of the steps after which it comes."""
-RESULT = "validation loss "
-LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,36 +47,7 @@ def train(wire: str, seed: int, steps: int, *, has_faults: bool) -> float:
     cluster = ["--nodes", "2", "--nnodes", "1:2", "--wire", wire]
     for fault, share in FAULTS if has_faults else ():
         cluster += ["--fault", f"{fault}@{round(share * steps)}"]
-    return run_example(cluster, seed, steps)
-
-
-def run_example(
-    cluster: Sequence[str], seed: int, steps: int, *, limit_s: float = LIMIT_S
-) -> float:
-    """Returns the validation loss of one run of the example.
-
-    Args:
-        cluster: Options of `elasticzero local`.
-        seed: That of weights and of the order of samples.
-        steps: Number of steps.
-        limit_s: Most seconds that it may take.
-
-    Raises:
-        SystemExit: The run failed.
-    """
-    with tempfile.TemporaryDirectory(prefix="elasticzero-loss-") as logs:
-        command = [sys.executable, "-m", "elasticzero.cli", "local", *cluster, "--log-dir", logs]
-        command += [str(SCRIPT), *SIZE, "--steps", str(steps), "--seed", str(seed)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-        lines = [
-            line
-            for log in Path(logs).rglob("*.log")
-            for line in log.read_text(errors="replace").splitlines()
-            if line.startswith(RESULT)
-        ]
-    if done.returncode or not lines:
-        raise SystemExit(f"error: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return float(lines[-1].removeprefix(RESULT))
+    return run_example(cluster, seed, steps).loss
 
 
 def rows(learnt: Sequence[Learnt]) -> list[list[str]]:
@@ -122,13 +84,7 @@ def main() -> None:
     head = ["wire", "faults", "loss by seed", "mean", "against fp32 without faults"]
     print(table_text(head, rows(learnt)), end="")
     if options.record:
-        about = machine("torch")
-        command = f"python benchmarks/wire_loss.py {' '.join(sys.argv[1:])}"
-        lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows(learnt))]
-        text = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
-        publish("wire loss", "\n".join([f"```\n{command}\n```", "", text, "", *lines]))
-        document = {"machine": about, "command": command, "runs": [asdict(one) for one in learnt]}
-        print(record(f"wire-loss-{date.today()}", document))
+        publish_losses("wire-loss", "wire loss", head, rows(learnt), learnt)
 
 
 if __name__ == "__main__":
