@@ -1,8 +1,9 @@
 """Carries out the tasks of an island: fetches contributions, means and outer states, and computes
 what follows from them.
 
-A thread works on one task at a time, and the agent's loop never waits for it. A task that fails may
-be given again; what it was about to make is not there then.
+A thread works on one task at a time, another one computes digests of contributions, and the agent's
+loop never waits for them. A task that fails may be given again; what it was about to make is not
+there then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +29,21 @@ from elasticzero.launcher.protocol.rounds.island import SumUp, TakeOuter, TakeSu
 PIECE = 1 << 20
 """Elements that are fetched and summed at a time."""
 
-ToDo = SumUp | TakeSum | TakeOuter
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestSent:
+    """Asks for the digest of a contribution of this island, whose file is whole."""
+
+    fragment: int
+    incarnation: str
+    number: int
+
+
+ToDo = SumUp | TakeSum | TakeOuter | DigestSent
+
+
+_Tasks = queue.SimpleQueue[tuple[ToDo, Mapping[str, str]] | None]
+NONE_SUMMED: Mapping[str, str] = MappingProxyType({})
 
 
 class Source(Protocol):
@@ -44,9 +60,9 @@ class Exchanged:
     """Tells the outcome of a task."""
 
     task: ToDo
-    result: Sum | Unreachable | None = None
-    """Result that it was to make, or names of what could not be fetched; None: the state is there,
-    if there is no error."""
+    result: Sum | Unreachable | str | None = None
+    """Result that it was to make, names of what could not be fetched, or a digest; None: the state
+    is there, if there is no error."""
     error: str = ""
     """Why it has failed; empty: it has not."""
 
@@ -60,7 +76,7 @@ class Agreed:
 
 
 class Exchange:
-    """Works on the tasks that it is given, one after the other, in a thread."""
+    """Works on the tasks that it is given, one after the other, in threads."""
 
     def __init__(
         self,
@@ -69,39 +85,49 @@ class Exchange:
         open_source: Callable[[str], Source | None],
         on_end: Callable[[Exchanged], None],
     ) -> None:
-        """Starts the thread.
+        """Starts the threads.
 
         Args:
             files: The files of this node.
             agreed: What the islands have in common.
             open_source: Returns the files of another island's agent, by the island's name; None:
                 it is this one, or is gone.
-            on_end: Called by the thread with the outcome of each task.
+            on_end: Called by the threads with the outcome of each task.
         """
         self._files = files
         self._shapes, self._optimizer = agreed.shapes, agreed.optimizer
         self._open_source = open_source
         self._on_end = on_end
-        self._tasks: queue.SimpleQueue[tuple[ToDo, Mapping[str, str]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="elasticzero-rounds", daemon=True)
-        self._thread.start()
+        self._transfers, self._digests = _Tasks(), _Tasks()
+        self._threads = [
+            threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True)
+            for tasks, name in (
+                (self._transfers, "elasticzero-rounds"),
+                (self._digests, "elasticzero-round-digests"),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def begin(self, task: ToDo, digests: Mapping[str, str]) -> None:
+    def begin(self, task: ToDo, digests: Mapping[str, str] = NONE_SUMMED) -> None:
         """Has a task done.
 
         Args:
             task: The task.
-            digests: Digest of the contribution of each island that is summed up.
+            digests: Digest of the contribution of each island that is summed up, if any are.
         """
-        self._tasks.put((task, digests))
+        tasks = self._digests if isinstance(task, DigestSent) else self._transfers
+        tasks.put((task, digests))
 
     def close(self) -> None:
-        """Ends the thread after its present task, for which it does not wait long."""
-        self._tasks.put(None)
-        self._thread.join(1.0)
+        """Ends the threads after their present tasks, for which it does not wait long."""
+        for tasks in (self._transfers, self._digests):
+            tasks.put(None)
+        for thread in self._threads:
+            thread.join(1.0)
 
-    def _work(self) -> None:
-        while (item := self._tasks.get()) is not None:
+    def _work(self, tasks: _Tasks) -> None:
+        while (item := tasks.get()) is not None:
             task, digests = item
             try:
                 outcome = self._do(task, digests)
@@ -117,6 +143,9 @@ class Exchange:
                 return self._take_sum(task)
             case TakeOuter():
                 return self._take_outer(task)
+            case DigestSent():
+                name = sent_name(task.fragment, task.incarnation, task.number)
+                return Exchanged(task=task, result=self._files.digest(name))
 
     def _sum_up(self, task: SumUp, digests: Mapping[str, str]) -> Exchanged:
         """Computes the mean of contributions while they come, and the outer state after it."""

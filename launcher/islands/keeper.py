@@ -11,8 +11,9 @@ comes next: each step may be lost or done twice. Rules:
       from a state that is older than what it has told of. Its claims are free then, and its
       workers take the outer parameters.
  IK3  Its workers are told what rounds there are once it has their files, and not before.
- IK4  A contribution is reported once all workers of the node have written their part of it, and its
-      file stays until the contribution is settled and all have taken the state that has it.
+ IK4  A contribution is reported once all workers of the node have written their part of it and its
+      digest is known, and its file stays until the contribution is settled and all have taken the
+      state that has it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ from elasticzero.ipc.rounds import (
     sent_name,
 )
 from elasticzero.launcher.islands.documents import Documents, RoundDocuments
-from elasticzero.launcher.islands.exchange import Agreed, Exchange, Exchanged, mean_name
+from elasticzero.launcher.islands.exchange import (
+    Agreed,
+    DigestSent,
+    Exchange,
+    Exchanged,
+    mean_name,
+)
 from elasticzero.launcher.islands.files import PARTS, RoundFiles
 from elasticzero.launcher.islands.lead import IslandPlace, Lead
 from elasticzero.launcher.islands.news import left_of, news_of, refusal, seat_after_the_end
@@ -100,7 +107,7 @@ class _Fragment:
     sum: Sum | None = None
     unreachable: Unreachable | None = None
     digests: dict[int, str] = field(default_factory=dict)
-    """Digest of each contribution that is kept, by number."""
+    """Digest of each contribution that is kept, by number; empty: it is being computed."""
     base: int = 0
     """Round whose outer parameters all workers have taken, or a later one."""
     before: list[Outer] = field(default_factory=list)
@@ -225,8 +232,13 @@ class IslandKeeper:
         for number, part in enumerate(at.progress.fragments):
             kept = self._fragments[number]
             if part.sent is not None and part.sent.number not in kept.digests:
-                name = sent_name(number, self._incarnation, part.sent.number)
-                kept.digests[part.sent.number] = self._files.digest(name)
+                assert self._exchange is not None
+                kept.digests[part.sent.number] = ""
+                self._exchange.begin(
+                    DigestSent(
+                        fragment=number, incarnation=self._incarnation, number=part.sent.number
+                    )
+                )
             newest = part.sent.number if part.sent is not None else part.number + 1
             kept.digests = {n: d for n, d in kept.digests.items() if n >= newest}
             kept.base = part.base
@@ -346,6 +358,10 @@ class IslandKeeper:
     def _take(self, outcome: Exchanged) -> None:
         number = outcome.task.fragment
         kept = self._fragments[number]
+        if isinstance(outcome.task, DigestSent):
+            if outcome.task.incarnation == self._incarnation:
+                self._take_digest(kept, outcome)
+            return
         if outcome.error:
             self._retry_s[number] = time.monotonic() + RETRY_S
         if self._busy.pop(number) != kept.outer:
@@ -360,6 +376,14 @@ class IslandKeeper:
                 kept.unreachable = unreachable
             case None if not outcome.error:
                 self._advance(number, outcome.task.outer)  # type: ignore[union-attr]
+
+    def _take_digest(self, kept: _Fragment, outcome: Exchanged) -> None:
+        """Notes the digest of a contribution, which is still kept if its number is."""
+        assert isinstance(outcome.task, DigestSent)
+        if outcome.task.number in kept.digests:
+            if not isinstance(outcome.result, str):
+                raise RuntimeError(f"a contribution cannot be read: {outcome.error}")
+            kept.digests[outcome.task.number] = outcome.result
 
     def _open_source(self, island: str) -> HttpStorage | None:
         """Returns the files of another island's agent; called in the exchange's thread."""
@@ -422,7 +446,7 @@ class IslandKeeper:
         kept, at = self._fragments[number], self._progress
         sent = at.fragments[number].sent if at is not None else None
         contribution = None
-        if sent is not None and self._join is not None:
+        if sent is not None and self._join is not None and kept.digests[sent.number]:
             contribution = Contribution(
                 number=sent.number,
                 base=sent.base,
