@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.processes import descendants
 from tests.integration.clusters import SCRIPTS, Story, story
+from tests.integration.island_phases import PHASES, RoundsWatch
 from tests.integration.scripts import islands
 from tests.support.cases import slow
 
@@ -201,3 +203,67 @@ def test_an_island_that_comes_takes_the_state_of_the_others(
         assert set(codes.values()) == {0}, told.logs()
         assert len(used_by(told, "node-2")) > 20
         check_each_sample_counts_once(told, etcd, 6000, [*told.cluster.nodes])
+
+
+def phases_by_fault() -> list[Any]:
+    """Each fault in each phase of a round, of which `make test` plays three."""
+    drawn = {
+        ("kill", "one island has the result", "lead"),
+        ("drain", "it has contributed", "another"),
+        ("join", "a round is summed up", "lead"),
+    }
+    cases = [
+        (fault, phase, role)
+        for phase in PHASES
+        for fault in ("kill", "kill a worker", "freeze", "drain", "join")
+        for role in ("lead", "another")
+        if fault != "join" or role == "lead"  # of an island that comes, nobody has a role yet
+    ]
+    assert drawn <= {*cases}
+    return [case if case in drawn else slow(*case) for case in cases]
+
+
+@pytest.mark.parametrize(("fault", "phase", "role"), phases_by_fault())
+def test_a_fault_in_each_phase_of_a_round(
+    fault: str, phase: str, role: str, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    diloco = "every=5,outer-lr=1,outer-momentum=0"
+    name = re.sub(r"\W+", "-", f"{fault}-{phase}-{role}")
+    arguments = ("--samples", "4800", "--ballast", str(1 << 21))  # a round takes some 0.1 s
+    hold = tmp_path / "hold"
+    with job(tmp_path, etcd, name, diloco, *arguments) as told:
+        if fault == "join":
+            hold.touch()
+            told.cluster.environment = {**told.cluster.environment, "TESTER_HOLD": str(hold)}
+            told.cluster.start_node()
+            told.wait(
+                "the newcomer", lambda: any("holds" in line for line in lines_of(told, "node-3"))
+            )
+        watch = RoundsWatch(etcd.endpoint, told.cluster.job)
+        try:
+            reports = watch.wait("three islands", lambda read: len(read.reports) >= 3).reports
+            lead, other, *_ = [name for name in reports if name != "node-3"]
+            victim = lead if role == "lead" else other
+            watch.wait_for(phase, victim, after=1)
+        finally:
+            watch.close()
+        node, survivors = told.cluster.nodes[victim], [n for n in told.cluster.nodes if n != victim]
+        if fault == "kill":
+            told.cluster.kill_node(node)
+        elif fault == "freeze":
+            send_all(node, signal.SIGSTOP)
+        elif fault == "drain":
+            told.cluster.drain(node)
+        else:
+            survivors = [*told.cluster.nodes]
+            if fault == "join":
+                hold.unlink()
+            else:
+                told.cluster.kill_worker(node)
+        before = {n: len(used_by(told, n)) for n in survivors}
+        told.wait("steps", lambda: all(len(used_by(told, n)) > before[n] + 5 for n in survivors))
+        if fault == "freeze":
+            send_all(node, signal.SIGCONT)
+        codes = told.wait_for_end()
+        assert all(codes[n] == 0 for n in survivors), told.logs()
+        check_each_sample_counts_once(told, etcd, 4800, survivors)

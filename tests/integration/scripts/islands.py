@@ -2,14 +2,18 @@
 
 `count` has a weight for each sample, which grows when the sample is used: so the weights of outer
 steps that average say which samples count. `regress` is a regression by SGD, of which islands that
-average after each step compute what one process does.
+average after each step compute what one process does. `--ballast` adds elements that no step
+changes, so that rounds take a while; a worker whose `TESTER_HOLD` names a file waits before its
+loop until that is gone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +55,13 @@ class Regression(nn.Module):
 
 def train(session: ez.Session) -> None:
     module = (Counter if options.model == "count" else Regression)(options.samples)
+    module.register_parameter("ballast", nn.Parameter(torch.zeros(options.ballast)))
     session.prepare(module, lambda params: torch.optim.SGD(params, lr=options.lr))
     session.restore()
+    hold = Path(os.environ.get("TESTER_HOLD", ""))
+    print(json.dumps({"holds": hold.is_file()}), flush=True)
+    while hold.is_file():
+        time.sleep(0.002)
     data = dataset(options.samples)
     for index_B, x_BF, y_B1 in session.batches(data, global_batch=options.batch, epochs=1):
         used = session.batch_indices
@@ -60,7 +69,8 @@ def train(session: ez.Session) -> None:
         session.step()
         time.sleep(options.pause)
         print(json.dumps({"used": used, "at_s": time.time()}), flush=True)
-    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
+    names = [name for name, p in module.named_parameters() if name != "ballast"]
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in map(module.get_parameter, names)]
     flat = torch.cat([parameter.detach().flatten() for parameter in whole])
     print(json.dumps({"weights": flat.tolist()}), flush=True)
 
@@ -70,6 +80,7 @@ parser.add_argument("--model", default="count")
 parser.add_argument("--samples", type=int, default=960)
 parser.add_argument("--batch", type=int, default=12)
 parser.add_argument("--lr", type=float, default=1.0)
+parser.add_argument("--ballast", type=int, default=0, help="elements that no step changes")
 parser.add_argument("--pause", type=float, default=0.02)
 
 if __name__ == "__main__":
