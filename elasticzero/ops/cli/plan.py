@@ -22,7 +22,7 @@ from elasticzero.memory_estimate import (
     room_for_state,
     snapshot_bytes,
 )
-from elasticzero.ops.cli import link_costs
+from elasticzero.ops.cli import island_costs, link_costs
 from elasticzero.options.wire import EXACT, Wire, parse_wire
 from elasticzero.spans import REDUNDANCIES, STRATEGIES, ShardOver
 from elasticzero.text import bytes_of, count_text, print_result, size_text, table_text
@@ -139,7 +139,8 @@ def add_plan_options(parser: Parser) -> None:
         type=_link,
         metavar="SPEED",
         help="A node can send so much to others, such as 100mbit or 25gbit: the time of a step's "
-        "messages is shown for each format, and one is recommended.",
+        "messages is shown for each format, and that of rounds of --strategy diloco; one of each "
+        "is recommended.",
     )
     add(
         "--step-time",
@@ -236,6 +237,8 @@ def _plan(args: argparse.Namespace) -> int:
     text = plan_text(plan)
     if args.link is not None:
         text += "\n" + link_costs.costs_text(plan["link"], args.link[0])
+    if "islands" in plan:
+        text += "\n" + island_costs.rounds_text(plan["islands"], args.link[0])
     print_result(json.dumps(plan, indent=2) if args.json else text, end="")
     return int(ExitCode.DONE)
 
@@ -248,7 +251,8 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
         The options that matter, a row of sizes in bytes for each strategy with each `--shard`, and
-        by `--shard` the first strategy that fits; with `--link` the time of a step's messages.
+        by `--shard` the first strategy that fits; with `--link` the time of a step's messages, and
+        with `--step-time` that of rounds of islands.
 
     Raises:
         UserError: a number of parameters contradicts another, or a GPU has no room for state.
@@ -325,6 +329,10 @@ def compute_plan(args: argparse.Namespace) -> dict[str, Any]:
             <= room
         ]
         plan["link"] = link_costs.costs(fitting, cluster, args.link[1], args.step_time)
+        if args.step_time is not None:
+            plan["islands"] = island_costs.round_costs(
+                args.nodes, args.params, args.link[1], args.step_time
+            )
     return plan
 
 
