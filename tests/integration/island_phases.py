@@ -1,18 +1,26 @@
-"""Watches the rounds of islands, so that a fault comes in the middle of a phase of one."""
+"""Strikes islands in the middle of a phase of a round."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from elasticzero.launcher.islands.documents import Documents, RoundDocuments
+from elasticzero.launcher.local.cluster import Cluster, Node
 from elasticzero.launcher.protocol.rounds.documents import Fragment, IslandReport
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.etcd.store import EtcdStore
+from elasticzero.processes import descendants
 from tests.support.deadlines import patience
 
 PATIENCE_S = 60.0
+FAULTS = ("kill", "kill a worker", "freeze", "drain", "join")
+ROLES = ("lead", "another")
+"""Roles of the island that is struck."""
 
 Reports = Mapping[str, IslandReport]
 
@@ -54,6 +62,45 @@ PHASES: dict[str, Callable[[Fragment, Reports, str], bool]] = {
 """Says for each phase whether a round is in it, as an island sees it."""
 
 
+def cells() -> Iterator[tuple[str, str, str]]:
+    """Yields each fault in each phase, to an island of each role. Of one that comes, nobody has a
+    role yet."""
+    for fault in FAULTS:
+        for phase in PHASES:
+            for role in ROLES[: 1 if fault == "join" else 2]:
+                yield fault, phase, role
+
+
+def send_all(node: Node, number: signal.Signals) -> None:
+    """Sends a signal to all processes of a node."""
+    for pid in (node.process.pid, *descendants(node.process.pid)):
+        os.kill(pid, number)
+
+
+def strike(cluster: Cluster, victim: str, fault: str, hold: Path) -> bool:
+    """Strikes an island; returns whether it is to come to the end with the others.
+
+    Args:
+        cluster: The nodes.
+        victim: The island.
+        fault: One of `FAULTS`.
+        hold: The file for whose end a newcomer waits.
+    """
+    node = cluster.nodes[victim]
+    match fault:
+        case "kill":
+            cluster.kill_node(node)
+        case "kill a worker":
+            cluster.kill_worker(node)
+        case "freeze":
+            send_all(node, signal.SIGSTOP)
+        case "drain":
+            cluster.drain(node)
+        case "join":
+            hold.unlink()
+    return fault in ("kill a worker", "join")
+
+
 class RoundsWatch:
     """Follows the documents of the rounds of a job."""
 
@@ -93,6 +140,21 @@ class RoundsWatch:
             return fragment.outer.round > after and PHASES[phase](fragment, read.reports, island)
 
         return self.wait(phase, is_so)
+
+    def wait_for_victim(self, phase: str, role: str, after: int, newcomer: str) -> str:
+        """Returns the island to strike, once a round is in a phase for it.
+
+        Args:
+            phase: One of `PHASES`.
+            role: One of `ROLES`.
+            after: Round that must be committed before.
+            newcomer: An island that is no candidate.
+        """
+        reports = self.wait("three islands", lambda read: len(read.reports) >= 3).reports
+        lead, other, *_ = [name for name in reports if name != newcomer]
+        victim = lead if role == "lead" else other
+        self.wait_for(phase, victim, after)
+        return victim
 
     def close(self) -> None:
         self._documents.close()

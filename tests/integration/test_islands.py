@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from collections import Counter
@@ -17,15 +16,13 @@ import torch
 
 from elasticzero.data.sampling import SampleOrder
 from elasticzero.launcher.islands.documents import STATE
-from elasticzero.launcher.local.cluster import Node
 from elasticzero.launcher.protocol.rounds.documents import Rounds
 from elasticzero.launcher.store.api import job_prefix
 from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
-from elasticzero.processes import descendants
 from tests.integration.clusters import SCRIPTS, Story, story
-from tests.integration.island_phases import PHASES, RoundsWatch
+from tests.integration.island_phases import RoundsWatch, cells, send_all, strike
 from tests.integration.scripts import islands
 from tests.support.cases import slow
 
@@ -53,12 +50,6 @@ def job(
     options += ["--nnodes", f"{nodes}:{nodes + 1}", str(SCRIPT), *arguments]
     with story(tmp_path, etcd.endpoint, name, options, nodes=nodes) as told:
         yield told
-
-
-def send_all(node: Node, number: signal.Signals) -> None:
-    """Sends a signal to all processes of a node."""
-    for pid in (node.process.pid, *descendants(node.process.pid)):
-        os.kill(pid, number)
 
 
 def lines_of(told: Story, node: str) -> list[dict[str, Any]]:
@@ -205,65 +196,41 @@ def test_an_island_that_comes_takes_the_state_of_the_others(
         check_each_sample_counts_once(told, etcd, 6000, [*told.cluster.nodes])
 
 
-def phases_by_fault() -> list[Any]:
-    """Each fault in each phase of a round, of which `make test` plays three."""
-    drawn = {
-        ("kill", "one island has the result", "lead"),
-        ("drain", "it has contributed", "another"),
-        ("join", "a round is summed up", "lead"),
-    }
-    cases = [
-        (fault, phase, role)
-        for phase in PHASES
-        for fault in ("kill", "kill a worker", "freeze", "drain", "join")
-        for role in ("lead", "another")
-        if fault != "join" or role == "lead"  # of an island that comes, nobody has a role yet
-    ]
-    assert drawn <= {*cases}
-    return [case if case in drawn else slow(*case) for case in cases]
+DRAWN = {
+    ("kill", "one island has the result", "lead"),
+    ("drain", "it has contributed", "another"),
+    ("join", "a round is summed up", "lead"),
+}
+"""The cells that `make test` plays; `make slow` plays all."""
 
 
-@pytest.mark.parametrize(("fault", "phase", "role"), phases_by_fault())
+@pytest.mark.parametrize(
+    ("fault", "phase", "role"), [cell if cell in DRAWN else slow(*cell) for cell in cells()]
+)
 def test_a_fault_in_each_phase_of_a_round(
     fault: str, phase: str, role: str, tmp_path: Path, etcd: EtcdServer
 ) -> None:
     diloco = "every=5,outer-lr=1,outer-momentum=0"
     name = re.sub(r"\W+", "-", f"{fault}-{phase}-{role}")
     arguments = ("--samples", "4800", "--ballast", str(1 << 21))  # a round takes some 0.1 s
-    hold = tmp_path / "hold"
+    hold, newcomer = tmp_path / "hold", "node-3"
     with job(tmp_path, etcd, name, diloco, *arguments) as told:
         if fault == "join":
             hold.touch()
             told.cluster.environment = {**told.cluster.environment, "TESTER_HOLD": str(hold)}
             told.cluster.start_node()
-            told.wait(
-                "the newcomer", lambda: any("holds" in line for line in lines_of(told, "node-3"))
-            )
+            told.wait("the newcomer", lambda: any("holds" in x for x in lines_of(told, newcomer)))
         watch = RoundsWatch(etcd.endpoint, told.cluster.job)
         try:
-            reports = watch.wait("three islands", lambda read: len(read.reports) >= 3).reports
-            lead, other, *_ = [name for name in reports if name != "node-3"]
-            victim = lead if role == "lead" else other
-            watch.wait_for(phase, victim, after=1)
+            victim = watch.wait_for_victim(phase, role, 1, newcomer)
         finally:
             watch.close()
-        node, survivors = told.cluster.nodes[victim], [n for n in told.cluster.nodes if n != victim]
-        if fault == "kill":
-            told.cluster.kill_node(node)
-        elif fault == "freeze":
-            send_all(node, signal.SIGSTOP)
-        elif fault == "drain":
-            told.cluster.drain(node)
-        else:
-            survivors = [*told.cluster.nodes]
-            if fault == "join":
-                hold.unlink()
-            else:
-                told.cluster.kill_worker(node)
+        ends_too = strike(told.cluster, victim, fault, hold)
+        survivors = [n for n in told.cluster.nodes if ends_too or n != victim]
         before = {n: len(used_by(told, n)) for n in survivors}
         told.wait("steps", lambda: all(len(used_by(told, n)) > before[n] + 5 for n in survivors))
         if fault == "freeze":
-            send_all(node, signal.SIGCONT)
+            send_all(told.cluster.nodes[victim], signal.SIGCONT)
         codes = told.wait_for_end()
         assert all(codes[n] == 0 for n in survivors), told.logs()
         check_each_sample_counts_once(told, etcd, 4800, survivors)
