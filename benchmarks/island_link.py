@@ -1,22 +1,26 @@
 """Measures how fast two islands train over a slow network, beside ddp.
 
     python benchmarks/island_link.py [--link 100mbit] [--width 800] [--every 50] [--steps 200]
-        [--cases ddp,diloco,"diloco:fragments=4,overlap=5"] [--record]
+        [--cases "ddp;diloco;diloco:fragments=4,overlap=5;torchft"] [--record]
 
 Two nodes of one worker have network namespaces of their own, whose cable takes so much (`tc`): that
 needs root. The time from step to step says how fast both train together; what is beyond that of a
-step without a wait went into waits, for the wire or for anything else.
+step without a wait went into waits, for the wire or for anything else. Cases of `torchft` are
+torchft's DiLoCo with the same settings, where `pip install torchft` was done.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import pairwise
@@ -27,7 +31,7 @@ from recovery_trial import HERE, wait_for
 from slow_network import SlowNetworks
 
 from elasticzero.launcher.local.cluster import Cluster, cluster_environment
-from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.launcher.store.etcd.server import EtcdServer, free_ports
 from elasticzero.text import table_text
 from tests.chaos.networks import NoNetworks
 
@@ -53,7 +57,7 @@ def measure(case: str, options: argparse.Namespace) -> Speed:
     """Returns how fast a case trains.
 
     Args:
-        case: `ddp`, or `diloco`, with settings after a colon.
+        case: `ddp`, or `diloco` or `torchft`, with settings after a colon.
         options: The options of this command.
 
     Raises:
@@ -62,9 +66,12 @@ def measure(case: str, options: argparse.Namespace) -> Speed:
     """
     strategy, _, settings = case.partition(":")
     runs = Path(tempfile.mkdtemp(prefix="elasticzero-link-"))
-    steps = options.steps if strategy == "diloco" else SHORT
+    steps = SHORT if strategy == "ddp" else options.steps
     networks = SlowNetworks(options.link)
     try:
+        if strategy == "torchft":
+            _train_with_torchft(networks, runs, settings, options)
+            return speed_of(case, _times(case, runs))
         with EtcdServer(address=networks.address) as etcd:
             command = ["--etcd", etcd.endpoint, "--nnodes", "2", "--http-port", "0"]
             command += ["--strategy", strategy, "--snapshot-every", "0"]
@@ -83,11 +90,53 @@ def measure(case: str, options: argparse.Namespace) -> Speed:
                 cluster.stop()
     finally:
         networks.close()
+    return speed_of(case, _times(case, runs))
+
+
+def _times(case: str, runs: Path) -> list[list[tuple[float, int]]]:
+    """Returns what the nodes have written of their steps; raises `SystemExit` where one has not."""
     times = [json.loads(path.read_text()) for path in runs.glob("times-*")]
     if len(times) < 2:
-        raise SystemExit(f"error: {runs / 'link'} says why {case} failed")
+        raise SystemExit(f"error: {runs} says why {case} failed")
     shutil.rmtree(runs)
-    return speed_of(case, times)
+    return times
+
+
+def _train_with_torchft(
+    networks: SlowNetworks, runs: Path, settings: str, options: argparse.Namespace
+) -> None:
+    """Trains on two nodes with torchft.
+
+    Args:
+        networks: The nodes' network.
+        runs: Where logs and times go.
+        settings: `fragments` and `overlap`, as of diloco.
+        options: The options of this command.
+    """
+    server = shutil.which("torchft_lighthouse")
+    if server is None:
+        raise SystemExit("error: there is no torchft here: pip install torchft")
+    (port,) = free_ports(1)
+    url = f"http://{networks.address}:{port}"
+    words = [f"--{part.replace('=', ' ')}".split() for part in filter(None, settings.split(","))]
+    with ExitStack() as stack:
+        log = stack.enter_context(open(runs / "torchft.log", "w"))
+        lighthouse = [server, "--min_replicas", "2", "--bind", f"[::]:{port}"]
+        stack.callback(subprocess.Popen(lighthouse, stdout=log, stderr=log).kill)
+        nodes = []
+        for node in range(2):
+            place = networks.place(f"node-{node}")
+            command = [*place.command_prefix, sys.executable, str(HERE / "island_torchft.py")]
+            command += [str(runs / f"times-{node}"), "--node", str(node), "--lighthouse", url]
+            command += ["--address", str(place.address), "--width", str(options.width)]
+            command += ["--steps", str(options.steps), "--pause", str(options.pause)]
+            command += ["--every", str(options.every), *(word for pair in words for word in pair)]
+            environment = {**os.environ, **cluster_environment(2), "GLOO_SOCKET_IFNAME": "eth0"}
+            nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+            stack.callback(nodes[-1].kill)
+        for process in nodes:
+            with suppress(subprocess.TimeoutExpired):  # which leaves no times
+                process.wait(LIMIT_S)
 
 
 def speed_of(case: str, nodes: Sequence[Sequence[tuple[float, int]]]) -> Speed:
