@@ -35,6 +35,9 @@ class Option:
     """True for a switch that `--no-…` turns off."""
     is_list: bool = False
     """True if the flag may be given several times."""
+    is_table: bool = False
+    """True if its value is settings `NAME=VALUE` with commas between them, for which the file of
+    `--config` may have a section of the option's name."""
     pet: bool = False
     """True if torchrun has an option of this name, with a variable `PET_<OPTION>`."""
     has_variable: bool = True

@@ -46,6 +46,7 @@ _STRATEGY = grouped(
         "every=50,outer-lr=0.7,outer-momentum=0.9: islands average every so many inner steps, by "
         "an outer step of SGD.",
         metavar="NAME=VALUE,…",
+        is_table=True,
         parse=diloco_of,
         field="training.diloco",
     ),

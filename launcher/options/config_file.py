@@ -2,7 +2,8 @@
 
 A key is an option's name without the dashes in front; `_` may stand for `-`. The keys `script` and
 `args` give the training script and its arguments. A section such as `[network]` is named after a
-heading of the help, and holds options of that heading; they may stand outside of it too. Every
+heading of the help, and holds options of that heading; they may stand outside of it too. A section
+such as `[diloco]` is named after an option whose value is settings by name, and holds these. Every
 error names the file, and the line where the text shows it.
 """
 
@@ -139,6 +140,8 @@ def _typed(option: Option, key: str, value: Any, where: str) -> tuple[str, Any]:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if option.flags[0] == TEE and (is_text or is_number):
         return TEE_STREAMS.removeprefix("--").replace("-", "_"), str(value)
+    if option.is_table and isinstance(value, dict):
+        value, is_text = _settings(key, value, where), True
     if option.is_switch:
         if not isinstance(value, bool):
             raise UserError(f"{where}: {key}: true or false is expected")
@@ -155,6 +158,24 @@ def _typed(option: Option, key: str, value: Any, where: str) -> tuple[str, Any]:
         raise UserError(f"{where}: {key}: a string or a number is expected")
     shown = str(value)
     return option.name, option.value(f"{where}: {key} {shown}", shown)
+
+
+def _settings(key: str, table: Mapping[str, Any], where: str) -> str:
+    """Returns the settings of a section as an option has them: `every=50,inner=zero2`.
+
+    Args:
+        key: The option, for errors.
+        table: The section.
+        where: File and line, for errors.
+
+    Raises:
+        UserError: A setting is neither text nor a number.
+    """
+    for name, value in table.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number or isinstance(value, str)):
+            raise UserError(f"{where}: {key}: {name}: a string or a number is expected")
+    return ",".join(f"{name}={value}" for name, value in table.items())
 
 
 def _words(key: str, value: Any, where: str) -> Any:

@@ -13,6 +13,7 @@ from elasticzero.launcher.local.command import agent_arguments
 from elasticzero.launcher.options.config_file import line_of
 from elasticzero.launcher.options.rendezvous import check_rendezvous
 from elasticzero.launcher.options.table import RUN_OPTIONS
+from elasticzero.options.diloco import DiLoCo, diloco_of
 from elasticzero.options.option import Option
 from elasticzero.options.sources import Origin
 
@@ -47,6 +48,14 @@ def test_a_section_holds_the_options_of_a_heading(file: Path) -> None:
     assert (args.keep, args.http_names, args.open_status) == ("3", "a.example, b.example", True)
     assert args.http_port == 9
     assert args.sources["http_names"].text == f"{file}:4"
+
+
+def test_a_section_holds_the_settings_of_an_option(file: Path) -> None:
+    text = "strategy = 'diloco'\n\n[diloco]\nevery = 20\nouter_lr = 0.5\ninner = 'zero2'\n"
+    settings = diloco_of("--diloco", parsed(file, text, "train.py").diloco)
+    assert settings == DiLoCo(every=20, outer_lr=0.5, inner="zero2")
+    text = "strategy = 'diloco'\ndiloco = 'every=20'"
+    assert diloco_of("--diloco", parsed(file, text, "train.py").diloco) == DiLoCo(every=20)
 
 
 def test_an_option_in_a_section_and_outside_is_given_twice(file: Path) -> None:
@@ -115,6 +124,7 @@ def test_local_takes_lists_where_an_option_repeats(file: Path) -> None:
         ("[network]\nkeep = 3", 2, "has no option 'keep' for a file in [network]; see: "),
         ("[network]\nhttp-hosts = 'h'", 2, "in [network]; did you mean http-host?"),
         ("host = 'a'\n[network]\nhttp-port = 'b'", 3, "http-port: a whole number is expected"),
+        ("strategy = 'diloco'\n[diloco]\nevery = true", 2, "diloco: every: a string or a number"),
         ("[network]\nscript = 'train.py'", 2, "has no option 'script' for a file in [network]"),
         ("network = 3", 1, "has no option 'network' for a file"),
         ("keep-workers = 'yes'", 1, "keep-workers: true or false is expected"),
