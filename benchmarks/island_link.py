@@ -118,7 +118,7 @@ def _train_with_torchft(
         raise SystemExit("error: there is no torchft here: pip install torchft")
     (port,) = free_ports(1)
     url = f"http://{networks.address}:{port}"
-    words = [f"--{part.replace('=', ' ')}".split() for part in filter(None, settings.split(","))]
+    pairs = [f"--{part.replace('=', ' ')}".split() for part in filter(None, settings.split(","))]
     with ExitStack() as stack:
         log = stack.enter_context(open(runs / "torchft.log", "w"))
         lighthouse = [server, "--min_replicas", "2", "--bind", f"[::]:{port}"]
@@ -130,7 +130,7 @@ def _train_with_torchft(
             command += [str(runs / f"times-{node}"), "--node", str(node), "--lighthouse", url]
             command += ["--address", str(place.address), "--width", str(options.width)]
             command += ["--steps", str(options.steps), "--pause", str(options.pause)]
-            command += ["--every", str(options.every), *(word for pair in words for word in pair)]
+            command += ["--every", str(options.every), *(word for pair in pairs for word in pair)]
             environment = {**os.environ, **cluster_environment(2), "GLOO_SOCKET_IFNAME": "eth0"}
             nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
             stack.callback(nodes[-1].kill)

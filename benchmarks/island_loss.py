@@ -1,7 +1,8 @@
 """Compares what a small GPT has learnt on islands that average with what it has with ddp.
 
     python benchmarks/island_loss.py [--cases "ddp;2;4;2:zero2:2"] [--every 20] [--seeds 3]
-        [--steps 2000] [--global-batch 64] [--outer-lr 0.7] [--outer-momentum 0.9] [--record]
+        [--steps 3000] [--global-batch 64] [--width 64] [--outer-lr 0.7] [--outer-momentum 0.9]
+        [--record]
 
 A case is `ddp`, in one process, or a number of islands, and what each trains with and its number of
 workers. Each run trains `examples/gpt.py` on this machine, on equal samples. The loss is that of
@@ -78,8 +79,8 @@ def train(case: Case, seed: int, options: argparse.Namespace) -> ExampleRun:
         settings = f"every={options.every},inner={case.inner},outer-lr={options.outer_lr}"
         settings += f",outer-momentum={options.outer_momentum}"
         cluster += ["--strategy", "diloco", "--diloco", settings]
-    batch = ("--global-batch", str(options.global_batch))
-    return run_example(cluster, seed, options.steps, *batch, limit_s=options.limit)
+    size = ("--global-batch", str(options.global_batch), "--width", str(options.width))
+    return run_example(cluster, seed, options.steps, *size, limit_s=options.limit)
 
 
 def rows(learnt: Sequence[Learnt]) -> list[list[str]]:
@@ -124,7 +125,8 @@ def main() -> None:
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
-    parser.add_argument("--steps", type=int, default=2000, help="of one run")
+    parser.add_argument("--steps", type=int, default=3000, help="of one run")
+    parser.add_argument("--width", type=int, default=64, help="size of a token's vector")
     parser.add_argument("--global-batch", type=int, default=64, help="samples of a step")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of one run")
     parser.add_argument("--record", action="store_true", help="write the table and the figures")

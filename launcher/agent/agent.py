@@ -122,7 +122,12 @@ class Agent:
         )
         self.snapshots = SnapshotStore(options.snapshot_dir, options.overflow_dir)
         context = AgentContext(
-            options=options, status=self.status, note=self._note, tell=self._tell, wake=self.wake
+            options=options,
+            status=self.status,
+            note=self._note,
+            tell=self._tell,
+            wake=self.wake,
+            metrics=self._metrics,
         )
         self.extensions = Extensions(extensions, context)
         self._spans = open_spans(options.job, options.node, partial(log_for_node, options.node))
@@ -161,12 +166,7 @@ class Agent:
             token_digest=agreed.digest,
         )
         self._recovery = StoreRecovery(
-            store,
-            self._observer,
-            membership,
-            self._cluster,
-            agreed,
-            self.reporter.store_recovery,
+            store, self._observer, membership, self._cluster, agreed, self.reporter.store_recovery
         )
         side = StoreSide(
             cache=self._observer,

@@ -84,6 +84,7 @@ class Exchange:
         agreed: Agreed,
         open_source: Callable[[str], Source | None],
         on_end: Callable[[Exchanged], None],
+        count_bytes: Callable[[int], None],
     ) -> None:
         """Starts the threads.
 
@@ -93,11 +94,12 @@ class Exchange:
             open_source: Returns the files of another island's agent, by the island's name; None:
                 it is this one, or is gone.
             on_end: Called by the threads with the outcome of each task.
+            count_bytes: Called by a thread with the bytes that have come from another island.
         """
         self._files = files
         self._shapes, self._optimizer = agreed.shapes, agreed.optimizer
         self._open_source = open_source
-        self._on_end = on_end
+        self._on_end, self._count_bytes = on_end, count_bytes
         self._transfers, self._digests = _Tasks(), _Tasks()
         self._threads = [
             threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True)
@@ -160,6 +162,7 @@ class Exchange:
                 for start in range(0, shape.elements, PIECE):
                     piece = mean_E[start : start + PIECE]
                     write_mean([(part.samples, part.read(start, piece)) for part in parts], piece)
+                    self._count_bytes(piece.nbytes * sum(part.is_foreign for part in parts))
                 for part in parts:
                     part.verify(digests.get(part.island))
         except _Missing as missing:
@@ -240,7 +243,9 @@ class Exchange:
             try:
                 with self._files.making(ours, shape) as mapped_E:
                     for start in range(0, shape.elements, PIECE):
-                        _read(source, theirs, start, mapped_E[start : start + PIECE])
+                        piece = mapped_E[start : start + PIECE]
+                        _read(source, theirs, start, piece)
+                        self._count_bytes(piece.nbytes)
                 if digest in (None, self._files.digest(ours)):
                     return
                 error = f"{source.where}/{theirs} has other bytes than it has told of"
@@ -273,7 +278,7 @@ class _Part:
         """
         self.island, self.samples = contributor.island, contributor.samples
         self._name = sent_name(fragment, contributor.incarnation, contributor.number)
-        self._source, self._files = source, files
+        self._source, self._files, self.is_foreign = source, files, source is not None
         self._hasher = xxhash.xxh3_128()
 
     def read(self, start: int, like: Elements) -> Elements:

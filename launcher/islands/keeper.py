@@ -39,6 +39,7 @@ from elasticzero.ipc.rounds import (
     own_name,
     sent_name,
 )
+from elasticzero.launcher.islands.committed import CommittedRounds
 from elasticzero.launcher.islands.documents import Documents, RoundDocuments
 from elasticzero.launcher.islands.exchange import (
     Agreed,
@@ -52,6 +53,7 @@ from elasticzero.launcher.islands.lead import IslandPlace, Lead
 from elasticzero.launcher.islands.news import left_of, news_of, refusal, seat_after_the_end
 from elasticzero.launcher.islands.outer import OuterOptimizer
 from elasticzero.launcher.protocol.rounds.documents import (
+    Committed,
     Contribution,
     FragmentReport,
     IslandReport,
@@ -95,6 +97,10 @@ class Outlets:
     """Wakes the agent's loop; called from other threads."""
     log_line: Callable[[str], None]
     """Receives lines for people."""
+    note_round: Callable[[int, Committed], None]
+    """Notes a committed round of a fragment."""
+    count_bytes: Callable[[int], None]
+    """Counts bytes that were fetched from another island; called in another thread."""
     outage_end_s: Callable[[], float] = lambda: 0.0
     """Returns when the store last came back, on the monotonic clock."""
 
@@ -161,6 +167,7 @@ class IslandKeeper:
         self._claim_s: tuple[int, float, float] = (0, 0.0, math.inf)
         """Number of the claim that the island trains on, when it has begun it, and the seconds
         that one takes."""
+        self._committed = CommittedRounds()
         self._lead = Lead(place, documents, outlets.log_line, outlets.outage_end_s)
         self._quiet_until_s = 0.0
 
@@ -212,7 +219,13 @@ class IslandKeeper:
             self._fragments.append(_Fragment(outer=outer))
         optimizer = OuterOptimizer(lr=join.settings.outer_lr, momentum=join.settings.outer_momentum)
         agreed = Agreed(shapes=join.fragments, optimizer=optimizer)
-        self._exchange = Exchange(self._files, agreed, self._open_source, self._task_ended)
+        self._exchange = Exchange(
+            self._files,
+            agreed,
+            self._open_source,
+            self._task_ended,
+            self._outlets.count_bytes,
+        )
 
     def _goes_on(self, join: JoinRounds) -> bool:
         """Returns whether workers have all that the island has told of (IK2)."""
@@ -275,6 +288,8 @@ class IslandKeeper:
             self._documents.put_report(self._report(join))
             self._lead.write(join, read, now_s)
         if read.rounds is not None and read.rounds.order.digest == join.digest:
+            for number, past in self._committed.new_in(read.rounds):
+                self._outlets.note_round(number, past)
             self._tell_news(read.rounds, {*read.reports} - {self._place.name})
         if self._are_there:
             self._clean()

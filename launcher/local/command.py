@@ -26,6 +26,7 @@ from elasticzero.launcher.local.injection import FaultInjector
 from elasticzero.launcher.local.relay import OutputRelay
 from elasticzero.launcher.observability.console import ClusterConsole
 from elasticzero.launcher.observability.output import terminal
+from elasticzero.launcher.observability.progress.island_lines import IslandLines
 from elasticzero.launcher.options.table import passed_on_arguments
 from elasticzero.launcher.options.validation import make_log_directory, parse_nnodes
 from elasticzero.launcher.store.etcd.server import EtcdServer
@@ -103,6 +104,8 @@ def run(args: argparse.Namespace) -> ExitCode:
             muted=console.silent,
             quiet=args.quiet,
         )
+        if args.strategy == NAME:
+            lines.islands = IslandLines()
         if mode == "line":
             terminal.follow(lines.ticker)
         for _ in range(args.nodes):

@@ -17,6 +17,7 @@ from elasticzero.launcher.addresses import host_and_port
 from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.observability.output import Ticker, terminal
 from elasticzero.launcher.observability.progress.display import ProgressDisplay, is_one_place
+from elasticzero.launcher.observability.progress.island_lines import IslandLines
 from elasticzero.launcher.observability.progress.states import PLAIN, Mode, Trains, steps_text
 from elasticzero.launcher.observability.step_rate import StepRate
 from elasticzero.launcher.protocol.leader import PLAIN_END
@@ -221,6 +222,8 @@ class ClusterConsole:
             muted: Whether the workers' output is only in the logs.
             quiet: Whether only errors are printed.
         """
+        self.islands: IslandLines | None = None
+        """Follows the nodes as islands; None: they are none."""
         self._mode = mode
         self._quiet = quiet
         self._display = ProgressDisplay(mode, lambda text: self.print_line(f"  {text}"), time.time)
@@ -331,6 +334,8 @@ class ClusterConsole:
         if is_end and not self._is_explained(event):
             self._held.release()
         self._print_event(node, event)
+        for line in self.islands.lines(node, event) if self.islands is not None else ():
+            self.print_line(line, event["time"])
         if is_end:
             self._held.release()
 
@@ -444,6 +449,8 @@ class ClusterConsole:
         lost = self.lineage.lost(self.generation)
         are = "is" if lost == 1 else "are"
         again = f", {count_text(lost, 'step')} {are} computed again" if lost else ""
+        if self.islands is not None:
+            return
         reason = event["reason"]
         if (damage := event.get("skipped")) is not None:
             reason = damage["cause"]
@@ -573,7 +580,10 @@ class ClusterConsole:
             begun_at = max(self.lineage.resume_steps.values(), default=0)
             done = count_text(max(self.step, begun_at), "step")
             done += " (none were left)" if self.step < begun_at else ""
-            self.print_line(f"{how}: {done}, {generations}, {again} recomputed{why}")
+            what = f"{done}, {generations}, {again} recomputed"
+            if self.islands is not None:
+                what = self.islands.end()
+            self.print_line(f"{how}: {what}{why}")
         else:
             self.print_line(f"the job ended with exit code {int(code)}; logs in {self._log_dir}")
 

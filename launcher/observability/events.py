@@ -31,6 +31,7 @@ EventName = Literal[
     "data_changed",
     "shares_changed",
     "residual_lost",
+    "averaged",
     "step",
     "log",
     "tracker",
@@ -249,6 +250,15 @@ EVENTS: Mapping[EventName, EventSpec] = {
         {
             "step": "number of global batches until then",
             "message": "which ranks have how much",
+        },
+    ),
+    "averaged": EventSpec(
+        "A round of the job's islands was committed (`--strategy diloco`); each island writes it.",
+        {
+            "fragment": "number of the part of the model",
+            "round": "number of the round",
+            "contributors": "`island`, `samples`, and `staleness`: the rounds that were committed "
+            "since the one that its contribution differs from",
         },
     ),
     "residual_lost": EventSpec(

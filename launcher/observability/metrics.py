@@ -67,6 +67,7 @@ class Metrics:
         self._snapshots()
         self._checkpoints()
         self._etcd()
+        self._islands()
         self.registry.register(GpuCollector())
         self.descriptions += GPU_METRICS
 
@@ -229,6 +230,39 @@ class Metrics:
         self.etcd_away = self._counter(
             "etcd_away_seconds_total", "Seconds for which etcd did not answer this agent."
         )
+
+    def _islands(self) -> None:
+        self.islands = self._gauge(
+            "islands", "Islands of the job that live; 0 where its nodes are none."
+        )
+        self.rounds = self._counter(
+            "rounds_total", "Rounds that the job's islands have committed, of all fragments."
+        )
+        self.round_samples = self._counter(
+            "round_samples_total", "Samples of this island in committed rounds of all fragments."
+        )
+        self.round_staleness = self._gauge(
+            "round_staleness",
+            "Rounds that were committed between the one that this island's last contribution "
+            "differs from and its own.",
+        )
+        self.round_bytes = self._counter(
+            "round_bytes_total",
+            "Bytes of contributions, means and outer parameters that this node has fetched from "
+            "other islands.",
+        )
+
+    def observe_round(self, samples: int, staleness: int | None) -> None:
+        """Records a committed round.
+
+        Args:
+            samples: This island's samples in it.
+            staleness: How late its contribution was; None: the round has none.
+        """
+        self.rounds.inc()
+        self.round_samples.inc(samples)
+        if staleness is not None:
+            self.round_staleness.set(staleness)
 
     def received(self, local_rank: int, message: Message) -> None:
         """Records a message of a worker."""

@@ -16,6 +16,7 @@ from elasticzero.ops.report.life import (
     MOST_INCIDENTS,
     AgentLife,
     OwnPart,
+    SeenContribution,
     SeenFailure,
     SeenIncident,
     SeenRound,
@@ -128,6 +129,11 @@ def _take_state(life: AgentLife, name: str, event: Mapping[str, Any], at_s: floa
             generation = int(event["generation"])
             seen = SeenRound(at_s, str(event["kind"]), str(event["reason"]))
             life.rounds.setdefault(generation, seen)
+        case "averaged":
+            life.averaged[int(event["fragment"]), int(event["round"])] = tuple(
+                SeenContribution(str(p["island"]), int(p["samples"]), int(p["staleness"]))
+                for p in event["contributors"]
+            )
         case "start":
             _part_of(life, int(event["generation"])).started_s = at_s
         case "restored":

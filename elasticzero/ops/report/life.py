@@ -92,6 +92,16 @@ class SeenIncident:
     count: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class SeenContribution:
+    """Holds an island's contribution to a committed round."""
+
+    island: str
+    samples: int
+    late: int
+    """Number of rounds that were committed since the one that it differs from."""
+
+
 @dataclass(slots=True)
 class SnapshotTotals:
     """Adds up the copies of state that an agent's workers have made; of thinned logs, estimates."""
@@ -121,6 +131,8 @@ class AgentLife:
     total_steps: int = 0
     worlds: dict[int, SeenWorld] = field(default_factory=dict)
     rounds: dict[int, SeenRound] = field(default_factory=dict)
+    averaged: dict[tuple[int, int], tuple[SeenContribution, ...]] = field(default_factory=dict)
+    """Committed rounds of the job's islands, by fragment and number."""
     parts: dict[int, OwnPart] = field(default_factory=dict)
     recoveries: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     failures: deque[SeenFailure] = field(default_factory=lambda: deque(maxlen=MOST_FAILURES))

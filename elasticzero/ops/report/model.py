@@ -159,6 +159,31 @@ class NodeLog:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IslandSummary:
+    """Says what one island has contributed."""
+
+    island: str
+    rounds: int
+    """Number of rounds that have a contribution of it."""
+    samples: int
+    late: float
+    """Mean number of rounds by which its contributions were late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsSummary:
+    """Says what the islands of a job have averaged."""
+
+    rounds: int
+    """Number of rounds of the part of the model that is averaged last."""
+    samples: int
+    """Samples of these rounds."""
+    islands: tuple[IslandSummary, ...]
+    shown: str
+    """The island that the rest of the report is about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """Describes one run of a job."""
 
@@ -196,6 +221,8 @@ class RunSummary:
     """Time and loss of the steps that count."""
     wasted_losses: tuple[Point, ...]
     """Time and loss of the steps that were done again."""
+    averaged: RoundsSummary | None = None
+    """What the job's islands have averaged; None: its nodes are none. All else is about one."""
     notes: tuple[str, ...] = field(default=())
     """Sentences about the logs: parts that are missing, clocks that differ."""
 

@@ -6,7 +6,9 @@ A directory of logs may hold several runs of one job, and agents that came back.
     of the job, and the generations of the second come after its own. A life without a world belongs
     to the last run if it is as new, and otherwise to none.
  3. The last run is the one whose newest event is the latest.
- 4. The clock of a node differs by the median of the differences between the times at which it and
+ 4. Islands of one job (`--strategy diloco`) have worlds of their own. The last run is that of the
+    island that has ended last, and the lives of the others that were there meanwhile are beside it.
+ 5. The clock of a node differs by the median of the differences between the times at which it and
     another node have read the same worlds, as members: agents read a world within a second of its
     writing. A difference of less than CLOCK_S is not corrected.
 """
@@ -34,6 +36,8 @@ class JobRun:
     """Seconds to add to the times of each node, to have them by the clock of one node."""
     earlier: int = 0
     """Number of earlier runs of the job in the same logs."""
+    islands: tuple[AgentLife, ...] = ()
+    """Lives of the job's other islands that averaged with this one."""
 
     def at(self, life: AgentLife, at_s: float) -> float:
         """Returns a time of a life by the clock that all share."""
@@ -51,8 +55,18 @@ def last_run(lives: Sequence[AgentLife]) -> JobRun | None:
     chosen = max(runs, key=lambda run: max(life.ended_s for life in run))
     clocks_s = _clocks(chosen)
     ordered = sorted(chosen, key=lambda life: life.began_s + clocks_s.get(life.node, 0.0))
-    earlier = sum(1 for run in runs if run is not chosen and any(life.worlds for life in run))
-    return JobRun(tuple(ordered), clocks_s, earlier)
+    others = [run for run in runs if run is not chosen]
+    beside = [run for run in others if _averages_with(run, chosen)]
+    earlier = sum(1 for run in others if run not in beside and any(life.worlds for life in run))
+    islands = tuple(life for run in beside for life in run)
+    return JobRun(tuple(ordered), clocks_s, earlier, islands)
+
+
+def _averages_with(run: Sequence[AgentLife], chosen: Sequence[AgentLife]) -> bool:
+    """Returns whether a run is that of another island of the same job, at the same time."""
+    began_s, ended_s = min(x.began_s for x in chosen), max(x.ended_s for x in chosen)
+    averages = any(x.averaged for x in run) and any(x.averaged for x in chosen)
+    return averages and any(x.began_s <= ended_s and x.ended_s >= began_s for x in run)
 
 
 def _runs(lives: Sequence[AgentLife]) -> list[list[AgentLife]]:
@@ -93,7 +107,7 @@ def _with_loose(runs: Sequence[list[AgentLife]]) -> list[list[AgentLife]]:
 
 
 def _clocks(lives: Sequence[AgentLife]) -> dict[str, float]:
-    """Returns what to add to the times of each node whose clock differs: rule 4."""
+    """Returns what to add to the times of each node whose clock differs: rule 5."""
     read: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
     for life in lives:
         for world in life.worlds.values():

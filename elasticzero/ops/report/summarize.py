@@ -12,6 +12,7 @@ from elasticzero.launcher.observability.events import EVENTS
 from elasticzero.ops.report import notes
 from elasticzero.ops.report.aggregates import checkpoints_of, incidents_of, snapshot_totals
 from elasticzero.ops.report.changes import BEFORE_FIRST, change_of, seconds_by_generation
+from elasticzero.ops.report.islands import rounds_summary
 from elasticzero.ops.report.life import AgentLife, SeenFailure, SeenRound, SeenWorld
 from elasticzero.ops.report.model import (
     ChangeKind,
@@ -130,6 +131,7 @@ def summarize_run(
         steps=step_points(run, began_s),
         losses=losses,
         wasted_losses=wasted_losses,
+        averaged=rounds_summary((*run.lives, *run.islands), nodes[0] if nodes else ""),
         notes=tuple(notes.on_logs(run, worlds, logs)),
     )
 

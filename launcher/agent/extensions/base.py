@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
 from elasticzero.ipc.messages import Message
@@ -18,6 +18,7 @@ from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.routes import Route
 from elasticzero.launcher.observability.events import EventName
+from elasticzero.launcher.observability.metrics import Metrics
 from elasticzero.launcher.protocol.documents import World
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.workers.group import Ended
@@ -43,6 +44,8 @@ class AgentContext:
     """Sends a message to this node's workers; called in the agent's thread only."""
     wake: Callable[[], None] = lambda: None
     """Wakes the agent's loop; callable from any thread."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """The node's metrics."""
 
 
 class AgentExtension:

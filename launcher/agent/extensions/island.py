@@ -19,7 +19,7 @@ from elasticzero.launcher.islands.files import RoundFiles
 from elasticzero.launcher.islands.keeper import SILENCE_S, IslandKeeper, Outlets
 from elasticzero.launcher.islands.lead import IslandPlace
 from elasticzero.launcher.protocol.documents import Member, World
-from elasticzero.launcher.protocol.rounds.documents import IslandReport
+from elasticzero.launcher.protocol.rounds.documents import Committed, IslandReport
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.workers.group import Ended
@@ -56,12 +56,17 @@ class IslandExtension(AgentExtension):
             join_timeout_s=options.policy.join_timeout_s,
             ttl_s=ttl_s,
         )
-        documents = RoundDocuments(store, options.node, int(ttl_s), context.wake, log_line)
+        self._note, self._metrics, self._name = context.note, context.metrics, options.node
+        self._documents = documents = RoundDocuments(
+            store, options.node, int(ttl_s), context.wake, log_line
+        )
         outlets = Outlets(
             reach=self._reach,
             tell=context.tell,
             wake=context.wake,
             log_line=log_line,
+            note_round=self._note_round,
+            count_bytes=context.metrics.round_bytes.inc,
             outage_end_s=lambda: store.last_outage_end_s,
         )
         self._keeper = IslandKeeper(place, self._files, documents, outlets)
@@ -90,6 +95,17 @@ class IslandExtension(AgentExtension):
         """Does what is to be done of the rounds."""
         self._access = access
         self._contained(lambda: self._keeper.turn(time.monotonic(), leaves=view.leaving))
+        self._metrics.islands.set(len(self._documents.read().reports))
+
+    def _note_round(self, fragment: int, past: Committed) -> None:
+        """Notes a committed round in the agent's log and metrics."""
+        parts = [
+            {"island": c.island, "samples": c.samples, "staleness": c.staleness}
+            for c in past.contributors
+        ]
+        self._note("averaged", fragment=fragment, round=past.outer.round, contributors=parts)
+        part = next((c for c in past.contributors if c.island == self._name), None)
+        self._metrics.observe_round(part.samples if part else 0, part.staleness if part else None)
 
     def _contained(self, work: Callable[[], None]) -> None:
         """Does some work; where it fails, the island leaves the rounds, so that no other one counts

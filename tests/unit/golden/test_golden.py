@@ -69,7 +69,7 @@ NOT_STORED = frozenset(
     }
 )
 """Records of these modules that stay in their process."""
-WRITTEN_ELSEWHERE = frozenset({"serving", "tracker", "events_lost"})
+WRITTEN_ELSEWHERE = frozenset({"serving", "tracker", "averaged", "events_lost"})
 """Events that something else than the reporter writes; `test_events.py` has their fields."""
 SEPARATOR = " = "
 

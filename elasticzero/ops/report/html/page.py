@@ -20,6 +20,7 @@ from elasticzero.ops.report.html.tables import (
     checkpoint_section,
     fault_section,
     incident_section,
+    rounds_section,
     step_time_section,
 )
 from elasticzero.ops.report.model import RunSummary
@@ -36,6 +37,7 @@ def report_page(summary: RunSummary, written: float) -> str:
     sections = [time_section(summary)]
     if summary.generations:
         sections = [
+            rounds_section(summary),
             story(summary),
             time_section(summary),
             training_section(summary),

@@ -39,10 +39,10 @@ MOST_REASON = 300
 
 def headline(summary: RunSummary) -> str:
     """Returns one sentence that says what happened in the run."""
-    job, span = summary.job, span_text(summary.wall_s)
+    span = span_text(summary.wall_s)
     because = f" ({summary.reason[:MOST_REASON]})" if summary.reason else ""
     if not summary.generations:
-        return f"Job {job} was there for {span} without a generation{because}."
+        return f"{_who(summary)} was there for {span} without a generation{because}."
     if summary.outcome != "failed":
         because = ""
     parts = []
@@ -60,23 +60,30 @@ def headline(summary: RunSummary) -> str:
     return f"{start}{because}{colon} {_joined(parts)}."
 
 
+def _who(summary: RunSummary) -> str:
+    """Returns what the report is about, as the beginning of a sentence."""
+    if summary.averaged is None:
+        return f"Job {summary.job}"
+    return f"Island {summary.averaged.shown} of job {summary.job}"
+
+
 def _outcome_text(summary: RunSummary) -> str:
     """Returns how the run ended, after how many steps and how long."""
-    job, span = summary.job, span_text(summary.wall_s)
+    who, span = _who(summary), span_text(summary.wall_s)
     steps = _steps_text(summary)
     after = f"after {span}" if summary.plain else f"after {steps} and {span}"
     match summary.outcome:
         case "finished":
-            return f"Job {job} finished {'' if summary.plain else steps + ' '}in {span}"
+            return f"{who} finished {'' if summary.plain else steps + ' '}in {span}"
         case "stopped":
-            return f"Job {job} was stopped {after}"
+            return f"{who} was stopped {after}"
         case "failed":
-            return f"Job {job} failed {after}"
+            return f"{who} failed {after}"
         case "running":
             made = "" if summary.plain else f"it has made {steps} "
-            return f"Job {job} is running: {made}in {span}"
+            return f"{who} is running: {made}in {span}"
         case _:
-            return f"The logs of job {job} end before the job did, {after}"
+            return f"The logs of job {summary.job} end before the job did, {after}"
 
 
 def _steps_text(summary: RunSummary) -> str:

@@ -19,7 +19,7 @@ from elasticzero.ops.report.model import (
     SnapshotSummary,
 )
 from elasticzero.ops.report.notes import names_text
-from elasticzero.text import many_text, size_text, span_text
+from elasticzero.text import many_text, share_text, size_text, span_text
 
 MOST_DETAILS = 4000
 """Maximum number of characters of a traceback, of which the last ones are shown."""
@@ -31,6 +31,32 @@ def _newest(items: Sequence[T], thing: str) -> tuple[Sequence[T], str]:
     if len(items) <= MOST_ROWS:
         return items, ""
     return items[-MOST_ROWS:], f" The last {MOST_ROWS} of {many_text(len(items), thing)} are shown."
+
+
+def rounds_section(summary: RunSummary) -> str:
+    """Returns the section on what the job's islands have averaged; empty: its nodes are none."""
+    averaged = summary.averaged
+    if averaged is None:
+        return ""
+    lead = (
+        f"The islands have averaged what they had learnt in {many_text(averaged.rounds, 'round')}, "
+        f"which have {many_text(averaged.samples, 'sample')}. Each is a job in itself: all that "
+        f"follows is about {averaged.shown}, the one that ended last."
+    )
+    head = ("Island", "Rounds", "Samples", "Share", "Late by, on average")
+    rows = [
+        (
+            escaped(one.island),
+            f"{one.rounds:,}",
+            f"{one.samples:,}",
+            share_text(one.samples / max(1, averaged.samples)),
+            f"{one.late:.1f} rounds",
+        )
+        for one in averaged.islands
+    ]
+    return section(
+        "rounds", "Rounds of the islands", escaped(lead), table(head, rows, (1, 2, 3, 4))
+    )
 
 
 def fault_section(summary: RunSummary) -> str:

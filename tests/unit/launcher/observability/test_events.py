@@ -17,7 +17,7 @@ WRITTEN_BY_THE_LOG = {"events_lost"}
 def written(root: Path) -> Iterator[tuple[str, set[str], bool]]:
     """Yields each event that the agent's code writes, the fields that it names, and whether a
     message gives further fields."""
-    agent = (root / "launcher" / "agent").glob("*.py")
+    agent = (root / "launcher" / "agent").rglob("*.py")
     for path in (*agent, root / "elasticzero" / "ops" / "trackers" / "feed.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:

@@ -1,0 +1,71 @@
+"""Says in lines what a job's islands do, from their agents' events. Pure but for what it remembers.
+
+Each island is a job in itself, with generations and steps of its own: those of several do not make
+one story. What they have in common are the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from elasticzero.text import count_text
+
+EVERY_S = 2.0
+"""Seconds between two lines about rounds."""
+
+
+class IslandLines:
+    """Follows the islands of one job."""
+
+    def __init__(self) -> None:
+        self._generations: dict[str, int] = {}
+        """Newest generation of each island."""
+        self._rounds: dict[int, int] = {}
+        """Newest round of each fragment."""
+        self._samples: dict[int, int] = {}
+        """Samples of the rounds of each fragment."""
+        self._shown_s = 0.0
+
+    def lines(self, node: str, event: Mapping[str, Any]) -> Iterator[str]:
+        """Yields what there is to say of an event.
+
+        Args:
+            node: The island that has written it.
+            event: The event.
+        """
+        match event["event"]:
+            case "world" if event["generation"] > self._generations.get(node, 0):
+                again = node in self._generations
+                self._generations[node] = event["generation"]
+                if again:
+                    yield f"island {node}: its workers start anew ({event['reason']})"
+            case "averaged" if event["round"] > self._rounds.get(event["fragment"], 0):
+                number = event["fragment"]
+                self._rounds[number] = event["round"]
+                counts = [part["samples"] for part in event["contributors"]]
+                self._samples[number] = self._samples.get(number, 0) + sum(counts)
+                if event["time"] - self._shown_s >= EVERY_S:
+                    self._shown_s = event["time"]
+                    yield f"  round {event['round']}: {contributors_text(event['contributors'])}"
+
+    def end(self) -> str:
+        """Returns what the islands have done, as a part of a sentence."""
+        samples = self._samples.get(max(self._samples, default=0), 0)
+        rounds = count_text(max(self._rounds.values(), default=0), "round")
+        islands = count_text(len(self._generations), "island")
+        return f"{rounds} of {islands}, which have {samples:,} samples"
+
+
+def contributors_text(contributors: list[Mapping[str, Any]]) -> str:
+    """Returns who has contributed to a round: `node-0 160, node-1 80 samples (1 round late)`.
+
+    Args:
+        contributors: As in the event of a round.
+    """
+    parts = []
+    for part in contributors:
+        late = part["staleness"]
+        note = f" ({count_text(late, 'round')} late)" if late else ""
+        parts.append(f"{part['island']} {part['samples']}{note}")
+    return f"{', '.join(parts)} samples"
