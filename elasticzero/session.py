@@ -213,7 +213,7 @@ class Session:
         prepared = prepare_training(place, model, optimizer, name, compute)
         generation.begin_training(prepared)
         laid = prepared.training.strategy
-        self._loops.islands = islands(laid) if islands is not None else None
+        self._loops.islands = None if islands is None else islands(laid, prepared.outer)
         return laid.model, laid.optimizers.as_made
 
     def track(self, name: str, thing: S) -> S:

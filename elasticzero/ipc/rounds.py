@@ -110,6 +110,8 @@ class JoinRounds:
     fragments: tuple[FragmentShape, ...]
     progress: IslandProgress
     """That of the state that it has restored."""
+    has_momentum: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True if the state has outer parameters and momentum, which are in these files then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +169,14 @@ class RoundNews:
     """Why the island can take no part; empty: it can."""
 
 
-def own_name(fragment: int) -> str:
-    """Returns the name of the file with the parameters that a worker begins with."""
-    return f"own-{fragment}.parameters"
+def own_name(fragment: int, part: str = "parameters") -> str:
+    """Returns the name of the file with what a worker begins with.
+
+    Args:
+        fragment: Number of the fragment.
+        part: The part of the outer state: its parameters or momentum.
+    """
+    return f"own-{fragment}.{part}"
 
 
 def outer_name(fragment: int, round: int, digest: str, part: str = "parameters") -> str:

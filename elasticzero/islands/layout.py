@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from elasticzero.ipc.rounds import FragmentShape
+from elasticzero.spans import Span
 from elasticzero.state.model import LocalTensor
 
 
@@ -31,12 +32,21 @@ class FragmentLayout:
     dtype: Literal["float32", "float64"]
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    @property
     def shape(self) -> FragmentShape:
         return FragmentShape(
             elements=self.offsets[-1],
             averaged=self.offsets[-1] - self.offsets[self.parameters],
             dtype=self.dtype,
         )
+
+    def spans(self) -> Iterator[tuple[str, Span]]:
+        """Yields the name of each parameter and buffer, and where it lies in the fragment."""
+        for name, start, stop in zip(self.names, self.offsets, self.offsets[1:], strict=False):
+            yield name, Span(start, stop)
 
     def places(
         self, tensors: Mapping[str, Sequence[LocalTensor]]

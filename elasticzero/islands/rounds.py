@@ -6,7 +6,6 @@ Each writes a part of a contribution, and takes what comes into all elements tha
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from elasticzero.errors import UserError
@@ -31,6 +29,7 @@ from elasticzero.ipc.rounds import (
     sent_name,
 )
 from elasticzero.islands.elements import Elements
+from elasticzero.islands.files import mapped
 from elasticzero.islands.layout import FragmentLayout
 from elasticzero.islands.parameters import Reference, take, write_difference
 from elasticzero.islands.progress import contributed, is_due, took
@@ -98,6 +97,11 @@ class IslandRounds:
         return () if self._news is None else self._news.claims
 
     @property
+    def newest(self) -> Sequence[FragmentNews]:
+        """Returns the newest news of each fragment; none before the rounds begin."""
+        return () if self._news is None else self._news.fragments
+
+    @property
     def takes_part(self) -> bool:
         """Returns whether the island has a place in the rounds."""
         return self._news is not None
@@ -106,9 +110,9 @@ class IslandRounds:
         """Writes this rank's part of the parameters that it begins with."""
         with self._part.elements() as elements:
             for number, layout in enumerate(self._layouts):
-                mapped = _mapped(self._part.folder / own_name(number), layout, create=True)
+                own_E = mapped(self._part.folder / own_name(number), layout, create=True)
                 for place, local in layout.places(elements.written):
-                    mapped[place].copy_(local)
+                    own_E[place].copy_(local)
 
     def at_boundary(self, progress: IslandProgress, *, has_samples: bool) -> IslandProgress:
         """Follows the news that all ranks have, and contributes what is due; all ranks call this
@@ -228,20 +232,20 @@ class IslandRounds:
         part, layout = progress.fragments[number], self._layouts[number]
         path = self._part.folder / sent_name(number, progress.incarnation, part.number + 1)
         outer = self._outer(number, part.base, part.digest)
-        mapped = _mapped(path, layout, create=True)
+        sent_E = mapped(path, layout, create=True)
         with self._part.elements() as elements:
             for place, local in layout.places(elements.written):
-                write_difference(outer[place], local, mapped[place])
+                write_difference(outer[place], local, sent_E[place])
 
     def _outer(self, number: int, round: int, digest: str) -> Tensor:
         path = self._part.folder / outer_name(number, round, digest)
-        return _mapped(path, self._layouts[number], create=False)
+        return mapped(path, self._layouts[number], create=False)
 
     def _sent(self, progress: IslandProgress, number: int) -> Tensor:
         sent = progress.fragments[number].sent
         assert sent is not None
         path = self._part.folder / sent_name(number, progress.incarnation, sent.number)
-        return _mapped(path, self._layouts[number], create=False)
+        return mapped(path, self._layouts[number], create=False)
 
     def _say(self, progress: IslandProgress, *, waits: bool) -> None:
         """Tells the agent how far the island is, where that is new to it."""
@@ -269,19 +273,3 @@ def _has_all(progress: IslandProgress, news: RoundNews) -> bool:
         part.base == fragment.round and part.sent is None and not part.steps
         for part, fragment in zip(progress.fragments, news.fragments, strict=True)
     )
-
-
-def _mapped(path: Path, layout: FragmentLayout, *, create: bool) -> Tensor:
-    """Maps a fragment's file.
-
-    Args:
-        path: The file.
-        layout: The fragment.
-        create: Whether it is to be written, and made where it is missing.
-    """
-    dtype = torch.float64 if layout.dtype == "float64" else torch.float32
-    elements = layout.offsets[-1]
-    if create and elements:
-        with open(path, "ab") as file:  # memory that is not there must be an error, and no signal
-            os.posix_fallocate(file.fileno(), 0, elements * dtype.itemsize)
-    return torch.from_file(str(path), shared=create, size=elements, dtype=dtype)

@@ -14,7 +14,7 @@ from elasticzero.ipc.assignment import Assignment
 from elasticzero.serialization import encode
 from elasticzero.spans import Span
 from elasticzero.state.auxiliary import BoundaryCopy
-from elasticzero.state.model import FACTOR, RNG, RankState, Spec
+from elasticzero.state.model import FACTOR, OUTER, RNG, RankState, Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,7 @@ def draft(
     rank, world_size = writer.rank, writer.world_size
     share.add_residual(share.residual, rank, world_size, writer.replicas)
     share.add_even({FACTOR + name: factor for name, factor in share.factors.items()})
+    share.add_even({OUTER + name: tensor for name, tensor in share.outer.items()})
     buffers = copy.stored_buffers()
     share.add_whole(buffers, (0,) * len(buffers))
     share.add_whole(copy.tensors, (0,) * len(copy.tensors))

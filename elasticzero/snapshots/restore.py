@@ -34,6 +34,7 @@ from elasticzero.spans import Span
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.buffers import BufferCopy
 from elasticzero.state.model import MODEL, NOT_SAVED, RNG, LoadTarget, RankState, Spec
+from elasticzero.state.outer_state import OuterState
 from elasticzero.state.rng import RngState, preserve_rng, seed_all
 from elasticzero.text import list_text
 
@@ -100,6 +101,7 @@ def restore_state(
     rank: int,
     *,
     name: str | None = None,
+    outer: OuterState | None = None,
 ) -> DataPosition:
     """Loads a checkpoint into the training state.
 
@@ -109,6 +111,7 @@ def restore_state(
         auxiliary: The small state: buffers, tracked objects, options and random generators.
         rank: This rank, whose random generators are restored, or seeded anew if none are stored.
         name: The strategy's name; None: any, so that the state may come from another one.
+        outer: What islands have agreed on; None: it is left where it is.
 
     Returns:
         The position in the data.
@@ -144,7 +147,8 @@ def restore_state(
     with strategy.filling(specs, json.get("optimizers", {})) as slots:
         targets = [LoadTarget(name, Span(0, t.numel()), t) for name, t in whole.items()]
         slots = list(slots)
-        checkpoint.load([*slots, *targets])
+        agreed = () if outer is None else outer.targets(specs, json)
+        checkpoint.load([*slots, *targets, *agreed])
     for residuals in strategy.residual.loading(specs):
         checkpoint.load(residuals)
     if rank == 0 and strategy.residual.leaves_out(specs):

@@ -4,7 +4,8 @@ Names: `model/<name in state_dict>`, `not-saved/<name>` of a buffer that is not 
 `module/<module>/<path>` of a module's extra state, `optimizer/<parameter>/<key>`,
 `optimizers/<kind>/<parameter or optimizer>/<path>` of what an optimizer keeps in another form,
 `tracked/<object>/<path>`, `rng/<kind>/<rank>`, `residual/<parameter>` of what ranks have not sent
-of gradients yet, with a row for each rank, `right-factor/<parameter>` of `--wire powersgd:RANK`.
+of gradients yet, with a row for each rank, `right-factor/<parameter>` of `--wire powersgd:RANK`,
+`outer/parameters/<parameter>` and `outer/momentum/<parameter>` of what islands have averaged.
 Values that are not tensors become JSON, in which `{"$tensor": name}` stands for a tensor.
 """
 
@@ -28,7 +29,7 @@ from elasticzero.state.extra_state import ExtraStates
 MODEL, OPTIMIZER, TRACKED, GROUPS, RNG = "model/", "optimizer/", "tracked/", "groups/", "rng/"
 NOT_SAVED, EXTRA = "not-saved/", "module/"
 OPTIMIZER_TREE = "optimizers/"
-RESIDUAL, FACTOR = "residual/", "right-factor/"
+RESIDUAL, FACTOR, OUTER = "residual/", "right-factor/", "outer/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,8 @@ class RankState:
     """What this rank has not sent of gradients yet, by parameter: every rank has its own."""
     factors: Mapping[str, Tensor] = field(default_factory=dict)
     """The right factors of `--wire powersgd:RANK` by parameter, which all ranks have alike."""
+    outer: Mapping[str, Tensor] = field(default_factory=dict)
+    """What islands have agreed on, which all ranks have alike; see `outer_state.py`."""
     residual_sum: Mapping[str, Tensor] = field(default_factory=dict)
     """The sum of that of ranks which hold the same part of the state, where they have summed it to
     leave together."""

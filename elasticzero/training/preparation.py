@@ -42,6 +42,7 @@ from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.boundary_values import BoundaryValues
 from elasticzero.state.buffers import unfold_buffers
 from elasticzero.state.model import NamedModel
+from elasticzero.state.outer_state import OuterState
 from elasticzero.state.script_flags import ScriptFlags
 from elasticzero.torch_internals.hooks import order_hooks
 from elasticzero.training import argument_checks
@@ -103,6 +104,8 @@ class Prepared:
     """Holds a model that is laid over the ranks."""
 
     training: TrainingState
+    outer: OuterState
+    """What islands save besides."""
     state_dict: Callable[[], dict[str, Any]]
     """Gathers the whole model's state on rank 0; all ranks call it together."""
 
@@ -188,10 +191,11 @@ def prepare_training(
     argument_checks.redirect_deepcopy(model, laid.model, strategy)
     for made in laid.optimizers.by_name.values():
         take_over_optimizer(made, lambda: place.tracker.now.applying, laid.model, strategy=strategy)
+    outer = OuterState()
     stager = StateStager(
         place.link,
         strategy,
-        laid.rank_state,
+        lambda: outer.added_to(laid.rank_state()),
         shards=laid.shards,
         saving=place.saving,
         save=place.save,
@@ -243,11 +247,14 @@ def prepare_training(
                 kept=KeptResidual(place.link, groups, laid.residual),
                 first=_open_first_state(place, stored, laid),
                 newcomer=place.newcomer,
+                outer=outer,
             ),
         ),
         place.tracker,
     )
-    return Prepared(training=training, state_dict=lambda: gather_state_dict(names, laid, groups))
+    return Prepared(
+        training=training, outer=outer, state_dict=lambda: gather_state_dict(names, laid, groups)
+    )
 
 
 def _open_probe(

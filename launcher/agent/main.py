@@ -35,6 +35,7 @@ from elasticzero.launcher.agent.extensions.island import IslandExtension
 from elasticzero.launcher.agent.node_claim import listen_on_free_port
 from elasticzero.launcher.agent.status import Instruments, LoopPulse
 from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
+from elasticzero.launcher.islands.adoption import FOLDER, adopt_checkpoint
 from elasticzero.launcher.islands.documents import forget_past_rounds
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
@@ -197,6 +198,10 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         if coordination.storage_error is None and not has_begun:
             display.show("waiting for the checkpoint directory")
             _claim_checkpoints(options, endpoints, coordination.access)
+            if options.is_island and (saves := options.training.checkpoint_dir) is not None:
+                display.show("looking for checkpoints of other islands")
+                whole = saves.removesuffix(f"/{FOLDER}/{options.node}")
+                adopt_checkpoint(whole, options.node, options.nproc, log_line)
         agree = partial(agree_on_token, node_token=coordination.token, tls=coordination.tls.mode)
         record = None
         if options.is_island:  # all islands have one token

@@ -209,11 +209,12 @@ class IslandKeeper:
     def _begin_with_own(self, join: JoinRounds) -> None:
         """Takes the workers' state for the first outer state (IK1)."""
         for number, shape in enumerate(join.fragments):
-            first, zeros = own_name(number), f"{own_name(number)}.momentum"
-            with self._files.making(zeros, shape):
-                pass
-            outer = Outer(round=0, digest=self._files.digest(first, zeros))
-            for name, part in zip((first, zeros), PARTS, strict=True):
+            names = [own_name(number, part) for part in PARTS]
+            if not join.has_momentum:
+                with self._files.making(names[-1], shape):
+                    pass  # zeros
+            outer = Outer(round=0, digest=self._files.digest(*names))
+            for name, part in zip(names, PARTS, strict=True):
                 path = self._files.path(outer_name(number, 0, outer.digest, part))
                 self._files.path(name).rename(path)
             self._fragments.append(_Fragment(outer=outer))

@@ -44,9 +44,10 @@ def job(
     *arguments: str,
     nodes: int = 3,
     workers: int = 1,
+    saves: Sequence[str] = (),
 ) -> Iterator[Story]:
     options = ["--strategy", "diloco", "--diloco", diloco, "--lease-ttl", "2"]
-    options += ["--nproc-per-node", str(workers)]
+    options += ["--nproc-per-node", str(workers), *saves]
     options += ["--nnodes", f"{nodes}:{nodes + 1}", str(SCRIPT), *arguments]
     with story(tmp_path, etcd.endpoint, name, options, nodes=nodes) as told:
         yield told
@@ -145,6 +146,54 @@ def test_two_islands_that_average_each_step_are_one_process(
     for flat in ends.values():
         end = torch.tensor(flat, dtype=torch.float64)
         assert torch.allclose(end, expected, rtol=0, atol=1e-9), (end - expected).abs().max()
+
+
+def test_islands_that_start_again_go_on_from_a_committed_round(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """With its outer momentum, whatever the nodes' names are: they end as if nothing had been."""
+    diloco = "every=2,outer-lr=0.7,outer-momentum=0.9,wait=60"
+    arguments = ("--model", "regress", "--samples", "480", "--lr", "0.05", "--pause", "0.05")
+    ends = []
+    for case in ("undisturbed", "killed"):
+        saves = ("--checkpoint-dir", str(tmp_path / case), "--checkpoint-every", "4")
+        with job(tmp_path, etcd, case, diloco, *arguments, nodes=2, saves=saves) as told:
+            if case == "killed":
+                told.wait(
+                    "steps", lambda: all(len(used_by(told, n)) > 17 for n in told.cluster.nodes)
+                )
+                for node in told.cluster.nodes.values():
+                    told.cluster.kill_node(node)
+                folder = tmp_path / case / "islands"
+                for name in told.cluster.nodes:
+                    (folder / name).rename(folder / f"of-{name}")
+            else:
+                assert set(told.wait_for_end().values()) == {0}, told.logs()
+                ends.append(weights_of(told))
+    with job(tmp_path, etcd, "again", diloco, *arguments, nodes=2, saves=saves) as told:
+        assert set(told.wait_for_end().values()) == {0}, told.logs()
+        ends.append(weights_of(told))
+        assert all(len(used_by(told, n)) < 35 for n in told.cluster.nodes)  # of 40
+    undisturbed, again = (torch.tensor(end["node-0"], dtype=torch.float64) for end in ends)
+    assert torch.allclose(again, undisturbed, rtol=0, atol=1e-9), (again - undisturbed).abs().max()
+
+
+def test_islands_go_on_where_a_job_without_them_was(tmp_path: Path, etcd: EtcdServer) -> None:
+    saves = ["--checkpoint-dir", str(tmp_path / "saves"), "--checkpoint-every", "4"]
+    script = [str(SCRIPT), "--model", "regress", "--samples", "480", "--lr", "0.05"]
+    options = [*saves, "--strategy", "zero1", "--nnodes", "2", *script, "--pause", "0.1"]
+    with story(tmp_path, etcd.endpoint, "before", options, nodes=2) as told:
+        told.wait("steps", lambda: len(used_by(told, "node-0")) > 13)
+        for node in told.cluster.nodes.values():
+            told.cluster.kill_node(node)
+    arguments = ("--model", "regress", "--samples", "480", "--lr", "0.05")
+    with job(tmp_path, etcd, "after", "every=3", *arguments, nodes=2, saves=saves) as told:
+        assert set(told.wait_for_end().values()) == {0}, told.logs()
+        used = sorted(i for n in told.cluster.nodes for batch in used_by(told, n) for i in batch)
+        assert rounds_of(told, etcd).samples == 480
+    order = SampleOrder(samples=480).indices(0, 0, 480).tolist()
+    assert used == sorted(order[480 - len(used) :])
+    assert 300 <= len(used) <= 480 - 12 * 12
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,16 @@ from elasticzero.data.position import DataPosition, GlobalBatch
 from elasticzero.data.sampling import BatchPlan
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
-from elasticzero.ipc.rounds import ROUNDS_FOLDER, IslandProgress, JoinRounds
+from elasticzero.ipc.rounds import ROUNDS_FOLDER, IslandProgress, JoinRounds, SamplesLeft
 from elasticzero.islands.elements import Elements, elements_of
 from elasticzero.islands.layout import described, fragments_of
 from elasticzero.islands.plan import NONE, ClaimTable, IslandPlan
 from elasticzero.islands.rounds import IslandRounds, Part
+from elasticzero.islands.saved_outer import SavedOuter
 from elasticzero.options.diloco import NAME, DiLoCo
 from elasticzero.parallel.base import Strategy
 from elasticzero.serialization import encode, field_values
+from elasticzero.state.outer_state import OuterState
 from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.training_state import TrainingState
@@ -44,8 +46,9 @@ class IslandTraining:
         settings: DiLoCo,
         strategy: Strategy,
         tracker: StepTracker,
+        outer: OuterState,
     ) -> None:
-        """Begins before the loop.
+        """Begins before the state is restored.
 
         Args:
             link: The client of the agent.
@@ -53,6 +56,7 @@ class IslandTraining:
             settings: The settings of the islands.
             strategy: The strategy of this island.
             tracker: The state of the step that this rank works on.
+            outer: What is saved and restored of the rounds.
         """
         self._link, self._settings, self._tracker = link, settings, tracker
         self._is_alone = link.assignment.world_size == 1
@@ -68,17 +72,23 @@ class IslandTraining:
             dict(model.named_parameters()), _floating_buffers(model), settings.fragments
         )
         self._table = ClaimTable()
+        folder = Path(link.assignment.snapshot_root) / ROUNDS_FOLDER
         self._rounds = IslandRounds(
             link,
             Part(
                 least=_least(groups),
-                folder=Path(link.assignment.snapshot_root) / ROUNDS_FOLDER,
+                folder=folder,
                 elements=self._elements,
             ),
             settings,
             self._layouts,
             lambda: tracker.record(StepEvent.TEAR),
         )
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        loads = link.assignment.local_rank == 0
+        self._saved = SavedOuter(folder, self._layouts, shapes, self._rounds, loads=loads)
+        if link.assignment.checkpoint_dir is not None:
+            outer.stored, outer.targets = self._saved.stored, self._saved.targets
 
     @contextmanager
     def _elements(self) -> Iterator[Elements]:
@@ -128,7 +138,9 @@ class IslandTraining:
                 "their own"
             )
         self._plan, self._data = plan, data
-        self._rounds.write_own()
+        progress = training.position.island or _begun_by(plan, training.position)
+        if not self._saved.is_restored:
+            self._rounds.write_own()
         common = [
             plan.order.inputs,
             [plan.epoch_samples, plan.total, plan.global_batch],
@@ -144,7 +156,8 @@ class IslandTraining:
                 global_batch=plan.global_batch,
                 digest=hashlib.sha256(text).hexdigest()[:16],
                 fragments=tuple(layout.shape for layout in self._layouts),
-                progress=_island_of(training),
+                progress=progress,
+                has_momentum=self._saved.is_restored,
             )
         )
 
@@ -192,7 +205,7 @@ def open_islands(
     groups: ProcessGroups | None,
     strategy: str | DiLoCo | None,
     tracker: StepTracker,
-) -> tuple[str, Callable[[Strategy], IslandTraining] | None]:
+) -> tuple[str, Callable[[Strategy, OuterState], IslandTraining] | None]:
     """Returns the strategy of an island, and what makes its part in the rounds; None: there are no
     islands.
 
@@ -228,10 +241,22 @@ def open_islands(
         )
     chosen = settings
 
-    def make(of_island: Strategy) -> IslandTraining:
-        return IslandTraining(link, groups, chosen, of_island, tracker)
+    def make(of_island: Strategy, outer: OuterState) -> IslandTraining:
+        return IslandTraining(link, groups, chosen, of_island, tracker, outer)
 
     return settings.inner, make
+
+
+def _begun_by(plan: IslandPlan, position: DataPosition) -> IslandProgress:
+    """Returns the progress of an island whose state is that of a job without islands, which has
+    used the samples in their order.
+
+    Args:
+        plan: The loop's plan.
+        position: The position of that state.
+    """
+    used = min(position.epoch * plan.epoch_samples + position.offset, plan.total)
+    return replace(NONE, left=SamplesLeft(next=used, committed=used))
 
 
 def _island_of(training: TrainingState) -> IslandProgress:

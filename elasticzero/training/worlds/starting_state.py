@@ -18,6 +18,7 @@ from elasticzero.snapshots.kept_residual import KeptResidual
 from elasticzero.snapshots.restore import open_source, restore_state, seeded_generators
 from elasticzero.state.auxiliary import AuxiliaryState
 from elasticzero.state.model import RESIDUAL
+from elasticzero.state.outer_state import OuterState
 from elasticzero.state.schedules import warn_of_changed_rates
 from elasticzero.training.worlds.newcomer import Newcomer
 
@@ -53,6 +54,8 @@ class StartingState:
     """What this rank's predecessor has kept by itself."""
     first: PretrainedOptimizer | None = None
     """The first state of optimizers, where training begins with one; None: it begins without."""
+    outer: OuterState | None = None
+    """What islands have agreed on; None: it is not restored."""
     newcomer: Newcomer | None = None
     """Brings this rank to the boundary at which others enter the world; None: all begin in it."""
 
@@ -111,7 +114,9 @@ class StartingState:
         self, source: Checkpoint, strategy: Strategy, auxiliary: AuxiliaryState
     ) -> LoadedState:
         rank = self.link.assignment.rank
-        position = restore_state(source, strategy, auxiliary, rank, name=self.strategy)
+        position = restore_state(
+            source, strategy, auxiliary, rank, name=self.strategy, outer=self.outer
+        )
         return LoadedState(
             step=source.manifest.step, position=position, bytes_read=source.bytes_read
         )
