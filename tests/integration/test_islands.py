@@ -242,6 +242,8 @@ def test_an_island_that_comes_takes_the_state_of_the_others(
         codes = told.wait_for_end()
         assert set(codes.values()) == {0}, told.logs()
         assert len(used_by(told, "node-2")) > 20
+        first = next(line["step"] for line in lines_of(told, "node-2") if "used" in line)
+        assert first > 20, "a newcomer's step count goes on where those of the others are"
         check_each_sample_counts_once(told, etcd, 6000, [*told.cluster.nodes])
 
 

@@ -39,6 +39,7 @@ from elasticzero.ops.rehearse.runs import (
 )
 from elasticzero.ops.rehearse.script_imports import imports_elasticzero
 from elasticzero.ops.rehearse.table import render
+from elasticzero.options.diloco import NAME as DILOCO
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.values import Number, expanded_path
 from elasticzero.options.wire import EXACT, wire_of
@@ -192,6 +193,11 @@ class Choice:
 def chosen(args: argparse.Namespace) -> Choice:
     """Returns what the parsed options say; raises `UserError` for one that is not valid."""
     worlds = tuple(int(_RANKS("--worlds", text)) for text in _listed("--worlds", args.worlds))
+    if DILOCO in _listed("--strategies", args.strategies):
+        raise UserError(
+            f"--strategies {DILOCO}: within an island a script is trained by the inner strategy, "
+            f"and begins again with it after a fault: name that ({', '.join(STRATEGIES)})"
+        )
     choice = Choice(
         script=check_script(args.script, is_module=False),
         arguments=tuple(args.arguments),

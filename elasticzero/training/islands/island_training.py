@@ -187,6 +187,10 @@ class IslandTraining:
         before = _island_of(training)
         has_samples = self._plan.next(training.position) is not None
         progress = self._rounds.at_boundary(before, has_samples=has_samples)
+        if progress.incarnation and not before.incarnation:
+            # A newcomer's schedules go on where those of the others are.
+            passed = progress.left.committed // self._plan.global_batch
+            training.step = max(training.step, passed)
         if progress != before:
             training.position = replace(training.position, island=progress)
             training.copy = training.copy_now()

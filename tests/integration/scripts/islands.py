@@ -68,7 +68,8 @@ def train(session: ez.Session) -> None:
         session.backward(module.loss(index_B, x_BF, y_B1))
         session.step()
         time.sleep(options.pause)
-        print(json.dumps({"used": used, "at_s": time.time()}), flush=True)
+        line = {"used": used, "at_s": time.time(), "step": session.step_count}
+        print(json.dumps(line), flush=True)
     names = [name for name, p in module.named_parameters() if name != "ballast"]
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in map(module.get_parameter, names)]
     flat = torch.cat([parameter.detach().flatten() for parameter in whole])

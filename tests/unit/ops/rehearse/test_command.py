@@ -75,6 +75,7 @@ def test_an_option_without_its_value_is_an_error(script: Path) -> None:
     ("line", "sentence"),
     [
         ("--strategies dpp train.py", "--strategies dpp: one of ddp, zero1, zero2, zero3"),
+        ("--strategies diloco train.py", "trained by the inner strategy"),
         ("--strategies ddp,ddp train.py", "each once"),
         ("--faults kill train.py", "--faults kill: one of kill-worker, kill-node, drain, join"),
         ("--worlds 0 train.py", "--worlds 0: numbers of ranks from 1 on are expected"),
