@@ -88,7 +88,10 @@ class FragmentShape:
     averaged: int
     """Number of the last of them, of buffers, which are averaged without an outer step."""
     dtype: Literal["float32", "float64"]
-    """Format of outer parameters, and of what is exchanged."""
+    """Format of outer parameters."""
+    exact: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Number of the last elements, of small tensors, which are sent as they are whatever
+    `DiLoCo.wire` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,15 @@ def outer_name(fragment: int, round: int, digest: str, part: str = "parameters")
         part: The part.
     """
     return f"outer-{fragment}-{round}-{digest}.{part}"
+
+
+def encoded_name(name: str) -> str:
+    """Returns the name of the file with a contribution as other islands read it.
+
+    Args:
+        name: Name of the file that the workers write.
+    """
+    return f"{name}.wire"
 
 
 def sent_name(fragment: int, incarnation: str, number: int) -> str:

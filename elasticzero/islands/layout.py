@@ -1,6 +1,7 @@
 """Lays the parameters and buffers of a model end to end in fragments, the same on all islands.
 
-A fragment has parameters that follow each other in the model, then the buffers of its share. Each
+A fragment has parameters that follow each other in the model, the small ones after the others, then
+the buffers of its share. Each
 rank of an island writes a part of a fragment's elements, and takes those that it has.
 """
 
@@ -14,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from elasticzero.ipc.round_wire import SMALL
 from elasticzero.ipc.rounds import FragmentShape
 from elasticzero.spans import Span
 from elasticzero.state.model import LocalTensor
@@ -30,6 +32,8 @@ class FragmentLayout:
     parameters: int
     """Number of the names that are of parameters."""
     dtype: Literal["float32", "float64"]
+    exact: int
+    """Number of the last elements that are sent as they are."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -41,6 +45,7 @@ class FragmentLayout:
             elements=self.offsets[-1],
             averaged=self.offsets[-1] - self.offsets[self.parameters],
             dtype=self.dtype,
+            exact=self.exact,
         )
 
     def spans(self) -> Iterator[tuple[str, Span]]:
@@ -77,8 +82,12 @@ def fragments_of(
     shares = _divided(buffers, len(names)) if names else _divided(buffers, count)
     shares += [()] * (len(names) - len(shares))
     layouts = []
-    for own_names, share in zip(names or [()] * len(shares), shares, strict=True):
+    for group, share in zip(names or [()] * len(shares), shares, strict=True):
+        small = [name for name in group if _is_small(parameters[name])]
+        own_names = [*(name for name in group if name not in small), *small]
         tensors = [*(parameters[n] for n in own_names), *(buffers[n] for n in share)]
+        large = sum(parameters[n].numel() for n in own_names if n not in small)
+        numel = sum(tensor.numel() for tensor in tensors)
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         layouts.append(
             FragmentLayout(
@@ -86,9 +95,14 @@ def fragments_of(
                 offsets=tuple(accumulate((t.numel() for t in tensors), initial=0)),
                 parameters=len(own_names),
                 dtype="float64" if wide else "float32",
+                exact=numel - large,
             )
         )
     return layouts
+
+
+def _is_small(parameter: Tensor) -> bool:
+    return parameter.dim() < 2 or parameter.numel() < SMALL
 
 
 def _divided(tensors: Mapping[str, Tensor], count: int) -> list[tuple[str, ...]]:

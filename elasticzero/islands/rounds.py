@@ -86,6 +86,7 @@ class IslandRounds:
         self._on_change = on_change
         self._link, self._part, self._settings = link, part, settings
         self._layouts = layouts
+        self._is_lossy, self._has_ended = settings.wire != "fp32", False
         self._news: RoundNews | None = None
         self._told: IslandAt | None = None
         self._waiting: tuple[tuple[int, ...], float] | None = None
@@ -140,6 +141,9 @@ class IslandRounds:
             if is_due(progress, self._settings, number, called=fragment.called, last=last):
                 self._contribute(progress, number)
                 progress = contributed(progress, number)
+        if self._is_lossy and not self._has_ended and news.done and _has_all(progress, news):
+            self._has_ended = True  # what no contribution has any more is dropped
+            self._take_outer(news)
         self._say(progress, waits=not has_samples)
         return progress
 
@@ -183,6 +187,12 @@ class IslandRounds:
 
     def _begin(self, news: RoundNews) -> IslandProgress:
         """Begins with the outer parameters, as another incarnation of the island."""
+        self._take_outer(news)
+        parts = tuple(FragmentProgress(base=f.round, digest=f.digest) for f in news.fragments)
+        return IslandProgress(fragments=parts, incarnation=news.incarnation)
+
+    def _take_outer(self, news: RoundNews) -> None:
+        """Takes the outer parameters in place of the island's own."""
         self._on_change()
         with self._part.elements() as elements:
             for number, fragment in enumerate(news.fragments):
@@ -190,8 +200,6 @@ class IslandRounds:
                 for place, local in self._layouts[number].places(elements.held):
                     after = Reference(outer_E=outer[place])
                     take(local, after, after, alpha=0.0)
-        parts = tuple(FragmentProgress(base=f.round, digest=f.digest) for f in news.fragments)
-        return IslandProgress(fragments=parts, incarnation=news.incarnation)
 
     def _take(self, progress: IslandProgress, number: int, news: FragmentNews) -> IslandProgress:
         """Takes a round that is new, and what has become of the contribution."""
@@ -207,8 +215,9 @@ class IslandRounds:
         sent = self._sent(progress, number) if part.sent is not None else None
         in_time = part.sent is not None and part.sent.since == self._settings.overlap and settled
         # Without a step since its contribution, the parameters are the reference.
+        # But for what its contribution has left out, which comes with the next one.
         is_reference = not part.steps and (part.sent is not None or not self._settings.alpha)
-        late = 0.0 if is_reference else None
+        late = 0.0 if is_reference and not self._is_lossy else None
         alpha = self._settings.alpha if in_time else late
         with self._part.elements() as elements:
             for place, local in self._layouts[number].places(elements.held):

@@ -11,6 +11,8 @@ from elasticzero.spans import STRATEGIES
 
 NAME = "diloco"
 """The strategy's name."""
+WIRES = ("fp32", "bf16", "int8", "int4")
+"""Formats of what islands send each other."""
 INNER = STRATEGIES
 """Strategies with which an island can train."""
 
@@ -43,6 +45,9 @@ class DiLoCo:
     wait: float = 0.0
     """Seconds for which an island waits at most for a round that it has contributed to, once it has
     made its `overlap` steps; it goes on then, and takes the round when that comes."""
+    wire: str = "fp32"
+    """Format in which contributions and their mean are sent: fp32, bf16, int8 or int4. What a
+    contribution leaves out by it comes with the next one."""
     inner: str = "ddp"
     """Strategy with which an island trains: ddp, zero1, zero2 or zero3."""
 
@@ -58,6 +63,7 @@ class DiLoCo:
             "quorum": 0 < self.quorum <= 1,
             "grace": self.grace >= 0,
             "wait": 0 <= self.wait < math.inf,
+            "wire": self.wire in WIRES,
             "inner": self.inner in INNER,
         }
         for name, holds in possible.items():
@@ -78,6 +84,7 @@ _EXPECTED = {
     "quorum": "a number above 0, and 1 at most,",
     "grace": "a number of inner steps",
     "wait": "a number of seconds",
+    "wire": f"one of {', '.join(WIRES)}",
     "inner": f"one of {', '.join(INNER)}",
 }
 """Says what a value may be, by name."""

@@ -20,26 +20,28 @@ import numpy as np
 import xxhash
 
 from elasticzero.errors import StorageError, one_line
-from elasticzero.ipc.rounds import FragmentShape, outer_name, sent_name
-from elasticzero.launcher.islands.files import PARTS, RoundFiles
-from elasticzero.launcher.islands.outer import Elements, OuterOptimizer, write_mean
+from elasticzero.ipc.round_wire import Bytes, Elements, Piece, RoundWire
+from elasticzero.ipc.rounds import encoded_name, outer_name, sent_name
+from elasticzero.launcher.islands.files import PARTS, RoundFiles, size_of
+from elasticzero.launcher.islands.outer import OuterOptimizer, write_mean
 from elasticzero.launcher.protocol.rounds.documents import Contributor, Outer, Sum, Unreachable
 from elasticzero.launcher.protocol.rounds.island import SumUp, TakeOuter, TakeSum
 
-PIECE = 1 << 20
-"""Elements that are fetched and summed at a time."""
+PIECE_BYTES = 4 << 20
+"""Bytes of a file that are fetched at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DigestSent:
-    """Asks for the digest of a contribution of this island, whose file is whole."""
+class PrepareSent:
+    """Asks for the digest of a contribution of this island, whose file is whole: as other islands
+    read it, encoded where `DiLoCo.wire` says so."""
 
     fragment: int
     incarnation: str
     number: int
 
 
-ToDo = SumUp | TakeSum | TakeOuter | DigestSent
+ToDo = SumUp | TakeSum | TakeOuter | PrepareSent
 
 
 _Tasks = queue.SimpleQueue[tuple[ToDo, Mapping[str, str]] | None]
@@ -71,7 +73,8 @@ class Exchanged:
 class Agreed:
     """Holds what the islands of a job have in common."""
 
-    shapes: Sequence[FragmentShape]
+    wires: Sequence[RoundWire]
+    """How the elements of each fragment are sent."""
     optimizer: OuterOptimizer
 
 
@@ -97,7 +100,7 @@ class Exchange:
             count_bytes: Called by a thread with the bytes that have come from another island.
         """
         self._files = files
-        self._shapes, self._optimizer = agreed.shapes, agreed.optimizer
+        self._wires, self._optimizer = agreed.wires, agreed.optimizer
         self._open_source = open_source
         self._on_end, self._count_bytes = on_end, count_bytes
         self._transfers, self._digests = _Tasks(), _Tasks()
@@ -118,7 +121,7 @@ class Exchange:
             task: The task.
             digests: Digest of the contribution of each island that is summed up, if any are.
         """
-        tasks = self._digests if isinstance(task, DigestSent) else self._transfers
+        tasks = self._digests if isinstance(task, PrepareSent) else self._transfers
         tasks.put((task, digests))
 
     def close(self) -> None:
@@ -145,24 +148,42 @@ class Exchange:
                 return self._take_sum(task)
             case TakeOuter():
                 return self._take_outer(task)
-            case DigestSent():
-                name = sent_name(task.fragment, task.incarnation, task.number)
-                return Exchanged(task=task, result=self._files.digest(name))
+            case PrepareSent():
+                return self._prepare(task)
+
+    def _prepare(self, task: PrepareSent) -> Exchanged:
+        """Encodes a contribution, and leaves in this node's file what others decode of it: so what
+        is left out stays in the island's parameters, and comes with its next contribution."""
+        name, wire = (
+            sent_name(task.fragment, task.incarnation, task.number),
+            self._wires[task.fragment],
+        )
+        if wire.is_lossy and wire.nbytes:
+            values_E = np.memmap(self._files.path(name), wire.shape.dtype, "r+")
+            with self._files.making(encoded_name(name), wire.nbytes) as data:
+                for piece in wire.pieces():
+                    data[piece.bytes] = wire.encode(values_E[piece.elements], piece)
+                    values_E[piece.elements] = wire.decode(data[piece.bytes], piece)
+        return Exchanged(task=task, result=self._files.digest(_file_of(name, wire)))
 
     def _sum_up(self, task: SumUp, digests: Mapping[str, str]) -> Exchanged:
         """Computes the mean of contributions while they come, and the outer state after it."""
-        shape = self._shapes[task.fragment]
+        wire = self._wires[task.fragment]
         parts = [
-            _Part(contributor, task.fragment, self._open_source(contributor.island), self._files)
+            _Part(
+                contributor, task.fragment, wire, self._open_source(contributor.island), self._files
+            )
             for contributor in task.contributors
         ]
         name = mean_name(task.fragment, task.attempt)
         try:
-            with self._files.making(name, shape) as mean_E:
-                for start in range(0, shape.elements, PIECE):
-                    piece = mean_E[start : start + PIECE]
-                    write_mean([(part.samples, part.read(start, piece)) for part in parts], piece)
-                    self._count_bytes(piece.nbytes * sum(part.is_foreign for part in parts))
+            with self._files.making(name, wire.nbytes) as data:
+                for piece in wire.pieces():
+                    mean_P = np.empty(piece.elements.stop - piece.elements.start, wire.shape.dtype)
+                    write_mean([(part.samples, part.read(piece)) for part in parts], mean_P)
+                    data[piece.bytes] = wire.encode(mean_P, piece)
+                    size = piece.bytes.stop - piece.bytes.start
+                    self._count_bytes(size * sum(part.is_foreign for part in parts))
                 for part in parts:
                     part.verify(digests.get(part.island))
         except _Missing as missing:
@@ -175,7 +196,8 @@ class Exchange:
     def _take_sum(self, task: TakeSum) -> Exchanged:
         """Fetches a mean, and computes the outer state after it."""
         name = mean_name(task.fragment, task.sum.attempt)
-        self._fetch(task.sources, name, name, self._shapes[task.fragment], task.sum.mean)
+        size = self._wires[task.fragment].nbytes
+        self._fetch(task.sources, name, size, task.sum.mean)
         outer = self._step(task.fragment, task.base, name)
         return Exchanged(task=task, result=replace(task.sum, outer=outer))
 
@@ -184,7 +206,7 @@ class Exchange:
         number, outer = task.fragment, task.outer
         names = [outer_name(number, outer.round, outer.digest, part) for part in PARTS]
         for name in names:
-            self._fetch(task.sources, name, name, self._shapes[number], None)
+            self._fetch(task.sources, name, size_of(self._wires[number].shape), None)
         if self._files.digest(*names) != outer.digest:
             raise StorageError(f"the outer state of round {outer.round} came with other bytes")
         return Exchanged(task=task)
@@ -197,39 +219,36 @@ class Exchange:
             base: The state before.
             mean: Name of the file with the mean.
         """
-        shape = self._shapes[number]
-        stepped = shape.elements - shape.averaged
+        wire = self._wires[number]
+        stepped, size = wire.shape.elements - wire.shape.averaged, size_of(wire.shape)
         following = [f"{mean}-{part}" for part in PARTS]
         with ExitStack() as stack:
-            arrays = [stack.enter_context(self._files.making(name, shape)) for name in following]
+            arrays = [stack.enter_context(self._files.making(name, size)) for name in following]
             for array, part in zip(arrays, PARTS, strict=True):
                 name = outer_name(number, base.round, base.digest, part)
-                array[:] = self._files.elements(name, shape)
-            mean_E = self._files.elements(mean, shape)
-            parameters_E, momentum_E = arrays
-            self._optimizer.step(parameters_E[:stepped], momentum_E[:stepped], mean_E[:stepped])
-            parameters_E[stepped:] -= mean_E[stepped:]
+                array[:] = self._files.data(name, size)
+            data = self._files.data(mean, wire.nbytes)
+            parameters_E, momentum_E = (array.view(wire.shape.dtype) for array in arrays)
+            for piece in wire.pieces():
+                mean_P, place = wire.decode(data[piece.bytes], piece), piece.elements
+                averaged = max(0, min(stepped, place.stop) - place.start)
+                parameters_P, momentum_P = parameters_E[place], momentum_E[place]
+                first = slice(averaged)
+                self._optimizer.step(parameters_P[first], momentum_P[first], mean_P[first])
+                parameters_P[averaged:] -= mean_P[averaged:]
         digest = self._files.digest(*following)
         for name, part in zip(following, PARTS, strict=True):
             path = self._files.path(outer_name(number, base.round + 1, digest, part))
             self._files.path(name).rename(path)
         return digest
 
-    def _fetch(
-        self,
-        sources: Sequence[str],
-        theirs: str,
-        ours: str,
-        shape: FragmentShape,
-        digest: str | None,
-    ) -> None:
+    def _fetch(self, sources: Sequence[str], name: str, nbytes: int, digest: str | None) -> None:
         """Fetches a file from the first island that answers.
 
         Args:
             sources: Islands that have it.
-            theirs: Its name there.
-            ours: Its name here.
-            shape: Its shape.
+            name: Its name, there and here.
+            nbytes: Its size.
             digest: Digest of its bytes; None: it is not known.
 
         Raises:
@@ -241,14 +260,14 @@ class Exchange:
             if source is None:
                 continue
             try:
-                with self._files.making(ours, shape) as mapped_E:
-                    for start in range(0, shape.elements, PIECE):
-                        piece = mapped_E[start : start + PIECE]
-                        _read(source, theirs, start, piece)
-                        self._count_bytes(piece.nbytes)
-                if digest in (None, self._files.digest(ours)):
+                with self._files.making(name, nbytes) as data:
+                    for start in range(0, nbytes, PIECE_BYTES):
+                        part = data[start : start + PIECE_BYTES]
+                        _read(source, name, start, part)
+                        self._count_bytes(part.nbytes)
+                if digest in (None, self._files.digest(name)):
                     return
-                error = f"{source.where}/{theirs} has other bytes than it has told of"
+                error = f"{source.where}/{name} has other bytes than it has told of"
             except (OSError, StorageError) as failure:
                 error = one_line(failure)
         raise StorageError(error)
@@ -266,38 +285,45 @@ class _Part:
     """Reads one contribution, from this node or another one, and digests what it reads."""
 
     def __init__(
-        self, contributor: Contributor, fragment: int, source: Source | None, files: RoundFiles
+        self,
+        contributor: Contributor,
+        fragment: int,
+        wire: RoundWire,
+        source: Source | None,
+        files: RoundFiles,
     ) -> None:
         """Opens a contribution.
 
         Args:
             contributor: Whose it is.
             fragment: Number of the fragment.
+            wire: How its elements are sent.
             source: The other node's files; None: it is in this node's.
             files: This node's files.
         """
         self.island, self.samples = contributor.island, contributor.samples
-        self._name = sent_name(fragment, contributor.incarnation, contributor.number)
+        name = sent_name(fragment, contributor.incarnation, contributor.number)
+        self._name, self._wire = _file_of(name, wire), wire
         self._source, self._files, self.is_foreign = source, files, source is not None
         self._hasher = xxhash.xxh3_128()
 
-    def read(self, start: int, like: Elements) -> Elements:
-        """Returns the elements from `start` on, as many as `like` has; raises `_Missing`."""
-        part_E: Elements = np.empty(len(like), like.dtype)
+    def read(self, piece: Piece) -> Elements:
+        """Returns the elements of the next piece; raises `_Missing`."""
+        data: Bytes = np.empty(piece.bytes.stop - piece.bytes.start, np.uint8)
         try:
             if self._source is not None:
-                _read(self._source, self._name, start, part_E)
+                _read(self._source, self._name, piece.bytes.start, data)
             else:
-                self._read_here(start, part_E)
+                self._read_here(piece.bytes.start, data)
         except (OSError, StorageError) as error:
             raise _Missing(self.island, one_line(error)) from error
-        self._hasher.update(part_E.data.cast("B"))
-        return part_E
+        self._hasher.update(data.data)
+        return self._wire.decode(data, piece)
 
-    def _read_here(self, start: int, into: Elements) -> None:
+    def _read_here(self, start: int, into: Bytes) -> None:
         with self._files.open_file(self._name) as file:
-            file.seek(start * into.itemsize)
-            if file.readinto(into.data.cast("B")) != into.nbytes:  # type: ignore[attr-defined]
+            file.seek(start)
+            if file.readinto(into.data) != into.nbytes:  # type: ignore[attr-defined]
                 raise StorageError(f"{self._files.path(self._name)} is too short")
 
     def verify(self, digest: str | None) -> None:
@@ -306,21 +332,30 @@ class _Part:
             raise _Missing(self.island, "its bytes are not those that it has told of")
 
 
-def _read(source: Source, name: str, start: int, into: Elements) -> None:
-    """Reads elements of another node's file, from number `start` on.
+def _read(source: Source, name: str, start: int, into: Bytes) -> None:
+    """Reads bytes of another node's file, from `start` on.
 
     Args:
         source: The other node's files.
         name: Name of the file.
-        start: Number of the first element.
+        start: Place of the first byte.
         into: Where they go.
 
     Raises:
         StorageError: They did not come.
     """
-    buffer = into.data.cast("B")
-    if source.read_into(name, start * into.itemsize, buffer) != len(buffer):
+    if source.read_into(name, start, into.data) != into.nbytes:
         raise StorageError(f"{source.where}/{name} is too short")
+
+
+def _file_of(sent: str, wire: RoundWire) -> str:
+    """Returns the name of the file with a contribution as others read it.
+
+    Args:
+        sent: Name of the file that the workers have written.
+        wire: How its elements are sent.
+    """
+    return encoded_name(sent) if wire.is_lossy and wire.nbytes else sent
 
 
 def mean_name(fragment: int, attempt: int) -> str:

@@ -3,7 +3,6 @@
 Each is a flat array, in a file that is whole under its name: what is being made has another name
 until then. Workers write contributions, and read outer parameters; other agents read by range what
 `open_file` opens.
-Shapes: E elements of a fragment.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
+from elasticzero.ipc.round_wire import Bytes
 from elasticzero.ipc.rounds import FragmentShape
-from elasticzero.launcher.islands.outer import Elements
 
 PARTS = ("parameters", "momentum")
 """Parts of an outer state, in the order in which its digest has them."""
@@ -56,41 +55,41 @@ class RoundFiles:
         """Returns whether another agent has read a part of a file in the last seconds."""
         return time.monotonic() - self._opened_s.get(name, -math.inf) <= within_s
 
-    def elements(self, name: str, shape: FragmentShape) -> Elements:
-        """Maps the elements of a file, to be read.
+    def data(self, name: str, nbytes: int) -> Bytes:
+        """Maps the bytes of a file, to be read.
 
         Args:
             name: Name of the file.
-            shape: Its shape; dtype and number of elements count.
+            nbytes: Its size.
 
         Raises:
             OSError: There is no such file.
             ValueError: It has another size.
         """
-        if self.path(name).stat().st_size != size_of(shape):
-            raise ValueError(f"{self.path(name)} has not the size of its fragment")
-        if not shape.elements:
-            return np.empty(0, shape.dtype)
-        mapped: Elements = np.memmap(self.path(name), shape.dtype, "r")
+        if self.path(name).stat().st_size != nbytes:
+            raise ValueError(f"{self.path(name)} has not {nbytes} bytes")
+        if not nbytes:
+            return np.empty(0, np.uint8)
+        mapped: Bytes = np.memmap(self.path(name), np.uint8, "r")
         return mapped
 
     @contextmanager
-    def making(self, name: str, shape: FragmentShape) -> Iterator[Elements]:
-        """Yields the elements of a new file, zeros, which has its name once the context ends
-        without an error.
+    def making(self, name: str, nbytes: int) -> Iterator[Bytes]:
+        """Yields the bytes of a new file, zeros, which has its name once the context ends without
+        an error.
 
         Args:
             name: Name of the file.
-            shape: Its shape.
+            nbytes: Its size.
         """
         unfinished = self.path(name + _UNFINISHED)
         try:
             with open(unfinished, "wb") as file:
-                if shape.elements:  # memory that is not there must be an error, and no signal
-                    os.posix_fallocate(file.fileno(), 0, size_of(shape))
-            mapped: Elements = np.empty(0, shape.dtype)
-            if shape.elements:
-                mapped = np.memmap(unfinished, shape.dtype, "r+")
+                if nbytes:  # memory that is not there must be an error, and no signal
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+            mapped: Bytes = np.empty(0, np.uint8)
+            if nbytes:
+                mapped = np.memmap(unfinished, np.uint8, "r+")
             yield mapped
         except BaseException:
             with suppress(FileNotFoundError):

@@ -29,12 +29,14 @@ from typing import Any, Protocol
 
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.errors import StoreUnavailable
+from elasticzero.ipc.round_wire import RoundWire
 from elasticzero.ipc.rounds import (
     IslandAt,
     IslandProgress,
     JoinRounds,
     RoundNews,
     SamplesLeft,
+    encoded_name,
     outer_name,
     own_name,
     sent_name,
@@ -43,12 +45,12 @@ from elasticzero.launcher.islands.committed import CommittedRounds
 from elasticzero.launcher.islands.documents import Documents, RoundDocuments
 from elasticzero.launcher.islands.exchange import (
     Agreed,
-    DigestSent,
     Exchange,
     Exchanged,
+    PrepareSent,
     mean_name,
 )
-from elasticzero.launcher.islands.files import PARTS, RoundFiles
+from elasticzero.launcher.islands.files import PARTS, RoundFiles, size_of
 from elasticzero.launcher.islands.lead import IslandPlace, Lead
 from elasticzero.launcher.islands.news import left_of, news_of, refusal, seat_after_the_end
 from elasticzero.launcher.islands.outer import OuterOptimizer
@@ -211,7 +213,7 @@ class IslandKeeper:
         for number, shape in enumerate(join.fragments):
             names = [own_name(number, part) for part in PARTS]
             if not join.has_momentum:
-                with self._files.making(names[-1], shape):
+                with self._files.making(names[-1], size_of(shape)):
                     pass  # zeros
             outer = Outer(round=0, digest=self._files.digest(*names))
             for name, part in zip(names, PARTS, strict=True):
@@ -219,7 +221,8 @@ class IslandKeeper:
                 self._files.path(name).rename(path)
             self._fragments.append(_Fragment(outer=outer))
         optimizer = OuterOptimizer(lr=join.settings.outer_lr, momentum=join.settings.outer_momentum)
-        agreed = Agreed(shapes=join.fragments, optimizer=optimizer)
+        wires = [RoundWire(format=join.settings.wire, shape=shape) for shape in join.fragments]
+        agreed = Agreed(wires=wires, optimizer=optimizer)
         self._exchange = Exchange(
             self._files,
             agreed,
@@ -249,7 +252,7 @@ class IslandKeeper:
                 assert self._exchange is not None
                 kept.digests[part.sent.number] = ""
                 self._exchange.begin(
-                    DigestSent(
+                    PrepareSent(
                         fragment=number, incarnation=self._incarnation, number=part.sent.number
                     )
                 )
@@ -374,7 +377,7 @@ class IslandKeeper:
     def _take(self, outcome: Exchanged) -> None:
         number = outcome.task.fragment
         kept = self._fragments[number]
-        if isinstance(outcome.task, DigestSent):
+        if isinstance(outcome.task, PrepareSent):
             if outcome.task.incarnation == self._incarnation:
                 self._take_digest(kept, outcome)
             return
@@ -395,7 +398,7 @@ class IslandKeeper:
 
     def _take_digest(self, kept: _Fragment, outcome: Exchanged) -> None:
         """Notes the digest of a contribution, which is still kept if its number is."""
-        assert isinstance(outcome.task, DigestSent)
+        assert isinstance(outcome.task, PrepareSent)
         if outcome.task.number in kept.digests:
             if not isinstance(outcome.result, str):
                 raise RuntimeError(f"a contribution cannot be read: {outcome.error}")
@@ -520,7 +523,8 @@ class IslandKeeper:
                 names.add(mean_name(number, kept.sum.attempt))
                 following = kept.outer.round + 1, kept.sum.outer
                 names |= {outer_name(number, *following, part) for part in PARTS}
-            names |= {sent_name(number, self._incarnation, n) for n in kept.digests}
+            sent = [sent_name(number, self._incarnation, n) for n in kept.digests]
+            names |= {*sent, *map(encoded_name, sent)}
         busy = tuple(f"{kind}-{n}-" for n in self._busy for kind in ("outer", "mean"))
         self._files.keep_only(names | self._written_by_workers(), busy)
 

@@ -55,7 +55,8 @@ class Regression(nn.Module):
 
 def train(session: ez.Session) -> None:
     module = (Counter if options.model == "count" else Regression)(options.samples)
-    module.register_parameter("ballast", nn.Parameter(torch.zeros(options.ballast)))
+    if options.ballast:
+        module.register_parameter("ballast", nn.Parameter(torch.zeros(options.ballast)))
     session.prepare(module, lambda params: torch.optim.SGD(params, lr=options.lr))
     session.restore()
     hold = Path(os.environ.get("TESTER_HOLD", ""))
