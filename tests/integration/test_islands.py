@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from elasticzero.data.sampling import SampleOrder
+from elasticzero.errors import ExitCode
 from elasticzero.launcher.islands.documents import STATE
 from elasticzero.launcher.protocol.rounds.documents import Rounds
 from elasticzero.launcher.store.api import job_prefix
@@ -235,6 +237,32 @@ def test_the_others_go_on_whatever_becomes_of_an_island(
         codes = told.wait_for_end()
         assert all(codes[n] == 0 for n in survivors), told.logs()
         check_each_sample_counts_once(told, etcd, 3600, survivors)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_island_that_waits_leaves_when_it_is_told_to(
+    workers: int, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """Its ranks look for that together."""
+    diloco = "every=2,outer-lr=1,outer-momentum=0,wait=600"
+    arguments = ("--model", "regress", "--samples", "2400", "--lr", "0.01")
+    ttl = ("--lease-ttl", "120")  # so that the other island is not taken for gone
+    with job(
+        tmp_path, etcd, f"waits-{workers}", diloco, *arguments, nodes=2, workers=workers, saves=ttl
+    ) as told:
+        nodes = told.cluster.nodes
+        told.wait("steps", lambda: all(len(used_by(told, n)) > 4 for n in nodes))
+        send_all(nodes["node-1"], signal.SIGSTOP)
+        steps = [0, 1]
+        while steps[-1] != steps[-2]:  # until it waits
+            time.sleep(0.5)
+            steps.append(len(used_by(told, "node-0")))
+        told.cluster.drain(nodes["node-0"])
+        told.wait("the end of the island that waits", lambda: not nodes["node-0"].running)
+        assert nodes["node-0"].process.returncode == ExitCode.LEFT, told.logs()
+        reasons = [e["reason"] for n, e in told.told if (n, e["event"]) == ("node-0", "round")]
+        assert reasons[-1] == "all stopped at a boundary", "it waits for as long as it can"
+        send_all(nodes["node-1"], signal.SIGKILL)
 
 
 def test_an_island_that_comes_takes_the_state_of_the_others(

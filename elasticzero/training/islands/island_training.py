@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,8 +31,9 @@ from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.step_tracker import StepTracker
 from elasticzero.training.training_state import TrainingState
 
-LOOK_S = 0.25
-"""Seconds between two looks for what ends the generation, where an island waits."""
+LOOK_POLLS = 125
+"""Number of looks for news, some 0.25 s, between two for what ends the generation, where an island
+waits. All ranks look for news together, and so for the other too."""
 
 
 class IslandTraining:
@@ -59,7 +59,6 @@ class IslandTraining:
             outer: What is saved and restored of the rounds.
         """
         self._link, self._settings, self._tracker = link, settings, tracker
-        self._is_alone = link.assignment.world_size == 1
         self._strategy, model = strategy, strategy.model
         tensors = {**dict(model.named_parameters()), **_floating_buffers(model)}
         for name, tensor in tensors.items():
@@ -171,16 +170,24 @@ class IslandTraining:
         incarnation = _island_of(training).incarnation
         following = self._follow(training)
         if following is None and not self._is_over(training):
-            looked_s = time.monotonic()
-            with self._link.busy("waiting for samples or a round"):
-                while following is None and not self._is_over(training):
-                    self._rounds.pause()
-                    following = self._follow(training)
-                    if self._is_alone and time.monotonic() - looked_s >= LOOK_S:
-                        training.at_boundary()  # which ends the generation where the node leaves
-                        looked_s = time.monotonic()
+            following = self._wait(training)
         anew = _island_of(training).incarnation != incarnation
         self._data.begin_at(training.position, anew=anew)
+        return following
+
+    def _wait(self, training: TrainingState) -> tuple[GlobalBatch, DataPosition] | None:
+        """Waits until there is something to train on; returns it, or None where all samples are
+        committed, or training is to stop."""
+        following, polls = None, 0
+        with self._link.busy("waiting for samples or a round"):
+            while following is None and not self._is_over(training):
+                self._rounds.pause()
+                following, polls = self._follow(training), polls + 1
+                if polls % LOOK_POLLS == 0:
+                    training.begin_backward()  # submits what this rank knows
+                    training.at_boundary()  # which ends the generation where the node leaves
+                    if training.stopped is not None:
+                        return None
         return following
 
     def _follow(self, training: TrainingState) -> tuple[GlobalBatch, DataPosition] | None:
