@@ -18,7 +18,8 @@ PIECE = 1 << 20
 
 
 def write_difference(outer_E: Tensor, local_E: Tensor, out_E: Tensor) -> None:
-    """Writes an island's contribution: by how much outer parameters exceed its own.
+    """Writes an island's contribution: by how much outer parameters exceed its own. Where its own
+    have fewer bits, they are compared with what was taken of the outer ones, in as many bits.
 
     Args:
         outer_E: The outer parameters that the island last took.
@@ -26,7 +27,7 @@ def write_difference(outer_E: Tensor, local_E: Tensor, out_E: Tensor) -> None:
         out_E: Where the difference goes, of the dtype of `outer_E`.
     """
     for piece in _pieces(outer_E):
-        outer = outer_E[piece]
+        outer = outer_E[piece].to(local_E.dtype).to(outer_E.dtype)
         torch.sub(outer, local_E[piece].to(outer.device, outer.dtype), out=out_E[piece])
 
 

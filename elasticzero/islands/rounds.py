@@ -212,20 +212,22 @@ class IslandRounds:
         waits = progress_after.fragments[number].sent is not None
         before = self._outer(number, part.base, part.digest)
         after = self._outer(number, news.round, news.digest)
-        sent = self._sent(progress, number) if part.sent is not None else None
+        # One that waits still is on both sides, where it cancels.
+        sent = self._sent(progress, number) if part.sent is not None and not waits else None
         in_time = part.sent is not None and part.sent.since == self._settings.overlap and settled
-        # Without a step since its contribution, the parameters are the reference.
-        # But for what its contribution has left out, which comes with the next one.
+        # Without a step since its contribution, the parameters are the reference, but for what a
+        # lossy wire has left out of it, which stays in them and comes with the next one.
         is_reference = not part.steps and (part.sent is not None or not self._settings.alpha)
-        late = 0.0 if is_reference and not self._is_lossy else None
-        alpha = self._settings.alpha if in_time else late
+        alpha = self._settings.alpha if in_time else 0.0 if is_reference else None
+        if self._is_lossy and not part.steps and not self._settings.alpha:
+            alpha = None
         with self._part.elements() as elements:
             for place, local in self._layouts[number].places(elements.held):
-                part_sent = None if sent is None else sent[place]
+                took_E = None if sent is None else sent[place]
                 take(
                     local,
-                    Reference(outer_E=before[place], sent_E=part_sent),
-                    Reference(outer_E=after[place], sent_E=part_sent if waits else None),
+                    Reference(outer_E=before[place], sent_E=took_E),
+                    Reference(outer_E=after[place]),
                     alpha,
                 )
         return progress_after

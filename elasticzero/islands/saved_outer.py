@@ -53,18 +53,21 @@ class SavedOuter:
         """
         self._folder, self._layouts, self._shapes = folder, layouts, shapes
         self._rounds, self._loads = rounds, loads
-        self._mapped: tuple[Sequence[tuple[int, str]], dict[str, Tensor]] | None = None
-        """Number and digest of the newest round of each fragment, and the tensors."""
+        self._first: dict[str, Tensor] | None = None
+        """Tensors of the files with what a worker begins with, until the rounds begin."""
         self.is_restored = False
         """True once the files of what a worker begins with have an outer state."""
 
     def stored(self) -> Mapping[str, Tensor]:
         """Returns the tensors to save, by name: of the same shapes always, so that captures have
         one size. Before the rounds begin they mean nothing."""
-        newest = tuple((news.round, news.digest) for news in self._rounds.newest)
-        if self._mapped is None or self._mapped[0] != newest:
-            self._mapped = newest, dict(self._tensors(newest))
-        return self._mapped[1]
+        newest = [(news.round, news.digest) for news in self._rounds.newest]
+        if newest:
+            self._first = None
+            return dict(self._tensors(newest))
+        if self._first is None:
+            self._first = dict(self._tensors(()))
+        return self._first
 
     def _tensors(self, newest: Sequence[tuple[int, str]]) -> Iterator[tuple[str, Tensor]]:
         for number, layout in enumerate(self._layouts):
@@ -97,13 +100,10 @@ class SavedOuter:
         if not (island.get("incarnation") and fits):
             return ()
         self.is_restored = True
-        return [*self._own_targets()] if self._loads else ()
-
-    def _own_targets(self) -> Iterator[LoadTarget]:
-        for number, layout in enumerate(self._layouts):
-            for part in PARTS:
-                flat_E = mapped(self._folder / own_name(number, part), layout, create=True)
-                for name, span in layout.spans():
-                    whole = Span(0, len(span))
-                    tensor = flat_E[span.start : span.stop]
-                    yield LoadTarget(f"{OUTER}{part}/{name}", whole, tensor)
+        self._first = dict(self._tensors(()))
+        if not self._loads:
+            return ()
+        return [
+            LoadTarget(f"{OUTER}{name}", Span(0, tensor.numel()), tensor)
+            for name, tensor in self._first.items()
+        ]

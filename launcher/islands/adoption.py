@@ -13,10 +13,10 @@ from typing import Any
 from elasticzero.checkpoint.format.manifest import Manifest
 from elasticzero.checkpoint.format.names import step_directory
 from elasticzero.checkpoint.rewrite.reshard import TargetShape, reshard
-from elasticzero.checkpoint.steps.catalog import newest_good, read_manifest
+from elasticzero.checkpoint.steps.catalog import newest_good, read_manifest, steps
 from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.urls import open_directory
-from elasticzero.errors import ElasticZeroError, one_line
+from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError, one_line
 
 FOLDER = "islands"
 """Folder of the islands' checkpoints in the directory of the job's."""
@@ -29,32 +29,51 @@ def adopt_checkpoint(url: str, node: str, workers: int, log_line: Callable[[str]
         url: The checkpoint directory of the job.
         node: The node's name.
         workers: Number of its workers.
-        log_line: Receives a line about what was copied, or why nothing was.
+        log_line: Receives a line about what was copied.
+
+    Raises:
+        UserError: There are checkpoints, and none can be taken.
+        StorageError: The directory cannot be read.
     """
-    try:
-        target = open_directory(f"{url}/{FOLDER}/{node}")
-        if newest_good(target) is not None:
+    target = open_directory(f"{url}/{FOLDER}/{node}")
+    if newest_good(target) is not None:
+        return
+    candidates, errors = list[tuple[Manifest, Storage]](), list[str]()
+    for folder in _folders(url):
+        try:
+            candidates += _newest_in(folder)
+        except ElasticZeroError as error:
+            errors.append(one_line(error))
+    for _, source in sorted(candidates, key=_order, reverse=True):
+        try:
+            reshard(source, target, TargetShape(world_size=workers))
+            log_line(f"{target.where} had no checkpoint: it begins with {source.where}")
             return
-        source = max(_candidates(url), key=_order, default=None)
-        if source is None:
-            return
-        log_line(f"{target.where} has no checkpoint: it begins with {source[1].where}")
-        reshard(source[1], target, TargetShape(world_size=workers))
-    except ElasticZeroError as error:
-        log_line(
-            f"island {node} begins without a checkpoint, as that of another one cannot be taken: "
-            f"{one_line(error)}"
+        except ElasticZeroError as error:
+            errors.append(one_line(error))
+    if errors:
+        raise UserError(
+            f"{target.where} has no checkpoint, and none of those of other islands can be taken "
+            f"({errors[0]}): mend it, or remove what is damaged to begin without"
         )
 
 
-def _candidates(url: str) -> Iterator[tuple[Manifest, Storage]]:
-    """Yields the newest good checkpoint of each island, and of the job itself."""
-    folders = [f"{url}/{FOLDER}/{name}" for name in open_directory(f"{url}/{FOLDER}").names()]
-    for folder in (url, *folders):
-        directory = open_directory(folder)
-        if (step := newest_good(directory)) is not None:
-            storage = directory.step(step_directory(step))
-            yield read_manifest(storage), storage
+def _folders(url: str) -> Iterator[str]:
+    """Yields where checkpoints may be: those of the job itself, and of each island."""
+    yield url
+    for name in open_directory(f"{url}/{FOLDER}").names():
+        yield f"{url}/{FOLDER}/{name}"
+
+
+def _newest_in(folder: str) -> Iterator[tuple[Manifest, Storage]]:
+    """Yields the newest good checkpoint of a directory, if it has any; raises `ElasticZeroError`
+    where it has damaged ones alone."""
+    directory = open_directory(folder)
+    if (step := newest_good(directory)) is not None:
+        storage = directory.step(step_directory(step))
+        yield read_manifest(storage), storage
+    elif steps(directory):
+        raise CheckpointDamaged(f"{directory.where} has no step that is good")
 
 
 def _order(candidate: tuple[Manifest, Storage]) -> tuple[bool, int, int, str]:

@@ -163,7 +163,8 @@ class Exchange:
             with self._files.making(encoded_name(name), wire.nbytes) as data:
                 for piece in wire.pieces():
                     data[piece.bytes] = wire.encode(values_E[piece.elements], piece)
-                    values_E[piece.elements] = wire.decode(data[piece.bytes], piece)
+            for piece in wire.pieces():
+                values_E[piece.elements] = wire.decode(data[piece.bytes], piece)
         return Exchanged(task=task, result=self._files.digest(_file_of(name, wire)))
 
     def _sum_up(self, task: SumUp, digests: Mapping[str, str]) -> Exchanged:

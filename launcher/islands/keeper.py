@@ -99,8 +99,8 @@ class Outlets:
     """Wakes the agent's loop; called from other threads."""
     log_line: Callable[[str], None]
     """Receives lines for people."""
-    note_round: Callable[[int, Committed], None]
-    """Notes a committed round of a fragment."""
+    note_round: Callable[[int, int, Committed], None]
+    """Notes a committed round: the number of the history, and that of the fragment."""
     count_bytes: Callable[[int], None]
     """Counts bytes that were fetched from another island; called in another thread."""
     outage_end_s: Callable[[], float] = lambda: 0.0
@@ -248,17 +248,26 @@ class IslandKeeper:
         self._measure(at.progress.claim)
         for number, part in enumerate(at.progress.fragments):
             kept = self._fragments[number]
-            if part.sent is not None and part.sent.number not in kept.digests:
-                assert self._exchange is not None
-                kept.digests[part.sent.number] = ""
+            newest = part.sent.number if part.sent is not None else part.number + 1
+            kept.digests = {n: d for n, d in kept.digests.items() if n >= newest}
+            kept.base = part.base
+        self._prepare_sent()
+
+    def _prepare_sent(self) -> None:
+        """Has contributions prepared that are not, once it may be tried."""
+        at = self._progress
+        if at is None or self._exchange is None or not self._are_there:
+            return
+        for number, part in enumerate(at.fragments):
+            digests = self._fragments[number].digests
+            is_new = part.sent is not None and part.sent.number not in digests
+            if part.sent is not None and is_new and self._may_try(number):
+                digests[part.sent.number] = ""
                 self._exchange.begin(
                     PrepareSent(
                         fragment=number, incarnation=self._incarnation, number=part.sent.number
                     )
                 )
-            newest = part.sent.number if part.sent is not None else part.number + 1
-            kept.digests = {n: d for n, d in kept.digests.items() if n >= newest}
-            kept.base = part.base
 
     def _measure(self, claim: int) -> None:
         """Measures how long the island takes for a claim."""
@@ -280,6 +289,7 @@ class IslandKeeper:
         self._leaves = leaves
         while not self._ended.empty():
             self._take(self._ended.get())
+        self._prepare_sent()
         join = self._join
         if join is None or not self._documents.is_known:
             return
@@ -293,7 +303,7 @@ class IslandKeeper:
             self._lead.write(join, read, now_s)
         if read.rounds is not None and read.rounds.order.digest == join.digest:
             for number, past in self._committed.new_in(read.rounds):
-                self._outlets.note_round(number, past)
+                self._outlets.note_round(read.rounds.history, number, past)
             self._tell_news(read.rounds, {*read.reports} - {self._place.name})
         if self._are_there:
             self._clean()
@@ -399,10 +409,13 @@ class IslandKeeper:
     def _take_digest(self, kept: _Fragment, outcome: Exchanged) -> None:
         """Notes the digest of a contribution, which is still kept if its number is."""
         assert isinstance(outcome.task, PrepareSent)
-        if outcome.task.number in kept.digests:
-            if not isinstance(outcome.result, str):
-                raise RuntimeError(f"a contribution cannot be read: {outcome.error}")
-            kept.digests[outcome.task.number] = outcome.result
+        number = outcome.task.number
+        if isinstance(outcome.result, str) and number in kept.digests:
+            kept.digests[number] = outcome.result
+        elif outcome.error:
+            kept.digests.pop(number, None)
+            self._retry_s[outcome.task.fragment] = time.monotonic() + RETRY_S
+            self._log(f"a contribution cannot be prepared yet: {outcome.error}")
 
     def _open_source(self, island: str) -> HttpStorage | None:
         """Returns the files of another island's agent; called in the exchange's thread."""
@@ -465,7 +478,7 @@ class IslandKeeper:
         kept, at = self._fragments[number], self._progress
         sent = at.fragments[number].sent if at is not None else None
         contribution = None
-        if sent is not None and self._join is not None and kept.digests[sent.number]:
+        if sent is not None and self._join is not None and kept.digests.get(sent.number):
             contribution = Contribution(
                 number=sent.number,
                 base=sent.base,

@@ -255,6 +255,7 @@ EVENTS: Mapping[EventName, EventSpec] = {
     "averaged": EventSpec(
         "A round of the job's islands was committed (`--strategy diloco`); each island writes it.",
         {
+            "history": "1, and one more each time that all islands were lost, and rounds with them",
             "fragment": "number of the part of the model",
             "round": "number of the round",
             "contributors": "`island`, `samples`, and `staleness`: the rounds that were committed "

@@ -110,7 +110,8 @@ def rounds_text(rounds: Mapping[str, Any], speed: str) -> str:
     table = table_text(heads, [*_lines(rounds["rows"])])
     text = (
         "With --strategy diloco each node is an island, and no step waits for others. The exchange "
-        f"of one fragment takes so long at {speed}:\n\n{table}\n"
+        f"of one fragment takes so long at {speed}, in 32 bits a number; wire=int8 takes a quarter "
+        f"of that:\n\n{table}\n"
     )
     best, memory = rounds["recommended"], size_text(rounds["node_memory"])
     if best is None:

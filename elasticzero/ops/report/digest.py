@@ -130,7 +130,8 @@ def _take_state(life: AgentLife, name: str, event: Mapping[str, Any], at_s: floa
             seen = SeenRound(at_s, str(event["kind"]), str(event["reason"]))
             life.rounds.setdefault(generation, seen)
         case "averaged":
-            life.averaged[int(event["fragment"]), int(event["round"])] = tuple(
+            place = int(event["history"]), int(event["fragment"]), int(event["round"])
+            life.averaged[place] = tuple(
                 SeenContribution(str(p["island"]), int(p["samples"]), int(p["staleness"]))
                 for p in event["contributors"]
             )

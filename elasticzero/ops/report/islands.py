@@ -20,13 +20,13 @@ def rounds_summary(lives: Iterable[AgentLife], shown: str) -> RoundsSummary | No
         lives: The lives of their agents.
         shown: The island that the rest of the report is about.
     """
-    seen: dict[tuple[int, int], tuple[SeenContribution, ...]] = {}
+    seen: dict[tuple[int, int, int], tuple[SeenContribution, ...]] = {}
     for life in lives:
         seen |= life.averaged
     if not seen:
         return None
-    last = max(fragment for fragment, _ in seen)
-    of_last = [parts for (fragment, _), parts in seen.items() if fragment == last]
+    last = max(fragment for _, fragment, _ in seen)
+    of_last = [parts for (_, fragment, _), parts in seen.items() if fragment == last]
     by_island: dict[str, list[SeenContribution]] = {}
     for part in (part for parts in of_last for part in parts):
         by_island.setdefault(part.island, []).append(part)

@@ -131,8 +131,8 @@ class AgentLife:
     total_steps: int = 0
     worlds: dict[int, SeenWorld] = field(default_factory=dict)
     rounds: dict[int, SeenRound] = field(default_factory=dict)
-    averaged: dict[tuple[int, int], tuple[SeenContribution, ...]] = field(default_factory=dict)
-    """Committed rounds of the job's islands, by fragment and number."""
+    averaged: dict[tuple[int, int, int], tuple[SeenContribution, ...]] = field(default_factory=dict)
+    """Committed rounds of the job's islands, by history, fragment and number."""
     parts: dict[int, OwnPart] = field(default_factory=dict)
     recoveries: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     failures: deque[SeenFailure] = field(default_factory=lambda: deque(maxlen=MOST_FAILURES))

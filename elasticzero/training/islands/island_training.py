@@ -194,7 +194,7 @@ class IslandTraining:
         before = _island_of(training)
         has_samples = self._plan.next(training.position) is not None
         progress = self._rounds.at_boundary(before, has_samples=has_samples)
-        if progress.incarnation and not before.incarnation:
+        if progress.incarnation != before.incarnation:
             # A newcomer's schedules go on where those of the others are.
             passed = progress.left.committed // self._plan.global_batch
             training.step = max(training.step, passed)

@@ -97,13 +97,19 @@ class IslandExtension(AgentExtension):
         self._contained(lambda: self._keeper.turn(time.monotonic(), leaves=view.leaving))
         self._metrics.islands.set(len(self._documents.read().reports))
 
-    def _note_round(self, fragment: int, past: Committed) -> None:
+    def _note_round(self, history: int, fragment: int, past: Committed) -> None:
         """Notes a committed round in the agent's log and metrics."""
         parts = [
             {"island": c.island, "samples": c.samples, "staleness": c.staleness}
             for c in past.contributors
         ]
-        self._note("averaged", fragment=fragment, round=past.outer.round, contributors=parts)
+        self._note(
+            "averaged",
+            history=history,
+            fragment=fragment,
+            round=past.outer.round,
+            contributors=parts,
+        )
         part = next((c for c in past.contributors if c.island == self._name), None)
         self._metrics.observe_round(part.samples if part else 0, part.staleness if part else None)
 

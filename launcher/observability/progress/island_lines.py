@@ -21,10 +21,10 @@ class IslandLines:
     def __init__(self) -> None:
         self._generations: dict[str, int] = {}
         """Newest generation of each island."""
-        self._rounds: dict[int, int] = {}
-        """Newest round of each fragment."""
-        self._samples: dict[int, int] = {}
-        """Samples of the rounds of each fragment."""
+        self._rounds: dict[tuple[int, int], int] = {}
+        """Newest round of each history and fragment."""
+        self._samples: dict[tuple[int, int], int] = {}
+        """Samples of their rounds."""
         self._shown_s = 0.0
 
     def lines(self, node: str, event: Mapping[str, Any]) -> Iterator[str]:
@@ -40,21 +40,26 @@ class IslandLines:
                 self._generations[node] = event["generation"]
                 if again:
                     yield f"island {node}: its workers start anew ({event['reason']})"
-            case "averaged" if event["round"] > self._rounds.get(event["fragment"], 0):
-                number = event["fragment"]
-                self._rounds[number] = event["round"]
+            case "averaged" if event["round"] > self._rounds.get(_place(event), 0):
+                place = _place(event)
+                self._rounds[place] = event["round"]
                 counts = [part["samples"] for part in event["contributors"]]
-                self._samples[number] = self._samples.get(number, 0) + sum(counts)
+                self._samples[place] = self._samples.get(place, 0) + sum(counts)
                 if event["time"] - self._shown_s >= EVERY_S:
                     self._shown_s = event["time"]
                     yield f"  round {event['round']}: {contributors_text(event['contributors'])}"
 
     def end(self) -> str:
         """Returns what the islands have done, as a part of a sentence."""
-        samples = self._samples.get(max(self._samples, default=0), 0)
-        rounds = count_text(max(self._rounds.values(), default=0), "round")
+        last = max((fragment for _, fragment in self._rounds), default=0)
+        samples = sum(count for (_, f), count in self._samples.items() if f == last)
+        rounds = count_text(sum(n for (_, f), n in self._rounds.items() if f == last), "round")
         islands = count_text(len(self._generations), "island")
         return f"{rounds} of {islands}, which have {samples:,} samples"
+
+
+def _place(event: Mapping[str, Any]) -> tuple[int, int]:
+    return event["history"], event["fragment"]
 
 
 def contributors_text(contributors: list[Mapping[str, Any]]) -> str:

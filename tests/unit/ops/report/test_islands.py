@@ -22,7 +22,8 @@ def island(name: str, rounds: Sequence[int]) -> MadeUpJob:
             {"island": "a", "samples": 40, "staleness": 0},
             {"island": "b", "samples": 24, "staleness": number % 2},
         ]
-        job.note([name], "averaged", fragment=0, round=number, contributors=parts)
+        fields = {"history": 1, "fragment": 0, "round": number, "contributors": parts}
+        job.note([name], "averaged", **fields)
     job.end()
     return job
 

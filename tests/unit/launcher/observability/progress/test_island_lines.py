@@ -14,6 +14,7 @@ def averaged(at_s: float, number: int, *samples: int, fragment: int = 0) -> dict
     return {
         "event": "averaged",
         "time": at_s,
+        "history": 1,
         "fragment": fragment,
         "round": number,
         "contributors": parts,
@@ -39,8 +40,10 @@ def test_rounds_that_follow_quickly_are_counted_and_not_said() -> None:
         for line in lines.lines("node-0", averaged(100 + number * EVERY_S / 4, number, 10))
     ]
     assert len(shown) == 5
-    lines.lines("node-0", averaged(0.0, 1, 30, fragment=1))
-    assert lines.end() == "20 rounds of 0 islands, which have 200 samples"
+    assert [*lines.lines("node-0", averaged(0.0, 1, 30))] == [], "it is known already"
+    again = {**averaged(400.0, 1, 30), "history": 2}
+    assert [*lines.lines("node-0", again)] == ["  round 1: node-0 30 samples"]
+    assert lines.end() == "21 rounds of 0 islands, which have 230 samples"
 
 
 def test_an_island_whose_workers_start_anew_is_named() -> None:
