@@ -2,11 +2,13 @@
 
     python benchmarks/island_loss.py [--cases "ddp;2;4;2:zero2:2"] [--every 20] [--seeds 3]
         [--steps 3000] [--global-batch 64] [--width 64] [--outer-lr 0.7] [--outer-momentum 0.9]
-        [--record]
+        [--wait 0] [--record]
 
 A case is `ddp`, in one process, or a number of islands, and what each trains with and its number of
 workers. Each run trains `examples/gpt.py` on this machine, on equal samples. The loss is that of
-validation samples after the last step.
+validation samples after the last step. Steps of a few milliseconds are made while a round is under
+way: with `--wait 60` islands take each round before their next step, as they nearly do where a step
+takes longer than the exchange.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def train(case: Case, seed: int, options: argparse.Namespace) -> ExampleRun:
     cluster = ["--nodes", str(max(case.islands, 1)), "--nproc-per-node", str(case.workers)]
     if case.islands:
         settings = f"every={options.every},inner={case.inner},outer-lr={options.outer_lr}"
-        settings += f",outer-momentum={options.outer_momentum}"
+        settings += f",outer-momentum={options.outer_momentum},wait={options.wait}"
         cluster += ["--strategy", "diloco", "--diloco", settings]
     size = ("--global-batch", str(options.global_batch), "--width", str(options.width))
     return run_example(cluster, seed, options.steps, *size, limit_s=options.limit)
@@ -124,6 +126,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="inner steps of a round")
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.9)
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds, for a round")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
     parser.add_argument("--steps", type=int, default=3000, help="of one run")
     parser.add_argument("--width", type=int, default=64, help="size of a token's vector")
