@@ -215,10 +215,10 @@ class IslandRounds:
         # One that waits still is on both sides, where it cancels.
         sent = self._sent(progress, number) if part.sent is not None and not waits else None
         in_time = part.sent is not None and part.sent.since == self._settings.overlap and settled
-        # Without a step since its contribution, the parameters are the reference, but for what a
+        # Without a step since its contribution, the parameters are the outer ones, but for what a
         # lossy wire has left out of it, which stays in them and comes with the next one.
-        is_reference = not part.steps and (part.sent is not None or not self._settings.alpha)
-        alpha = self._settings.alpha if in_time else 0.0 if is_reference else None
+        is_outer = not part.steps and (settled or not self._settings.alpha) and not waits
+        alpha = self._settings.alpha if in_time else 0.0 if is_outer else None
         if self._is_lossy and not part.steps and not self._settings.alpha:
             alpha = None
         with self._part.elements() as elements:

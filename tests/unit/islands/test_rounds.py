@@ -139,20 +139,22 @@ def test_what_rounding_leaves_out_comes_with_the_next_contribution(
     assert torch.equal(agent.local_E, agent.outer_E), "all islands end with the same"
 
 
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
 def test_a_round_without_the_contribution_that_waits_moves_parameters_alike(
-    tmp_path: Path,
+    wire: str, tmp_path: Path
 ) -> None:
     """Whether the agent has rounded it meanwhile or not: ranks may see either."""
     ends = []
     for is_rounded in (False, True):
         folder = tmp_path / str(is_rounded)
         folder.mkdir()
-        agent = Agent(folder, DiLoCo(every=2, wire="int8"))
+        agent = Agent(folder, DiLoCo(every=2, wire=wire))
         agent.tell(settled=0)
         agent.boundary()
         for _ in range(2):
             agent.step(-0.013)
             agent.boundary()
+        before_E = agent.local_E.clone()
         if is_rounded:
             agent.prepare(unit=0.5)
         agent.close_round(torch.ones(ELEMENTS, dtype=torch.float64))
@@ -160,6 +162,7 @@ def test_a_round_without_the_contribution_that_waits_moves_parameters_alike(
         agent.boundary()
         assert agent.progress.fragments[0].sent is not None
         assert agent.progress.fragments[0].base == 1
+        assert torch.allclose(agent.local_E, before_E - 0.75), "its own steps stay"
         ends.append(agent.local_E.clone())
     assert torch.equal(*ends)
 
