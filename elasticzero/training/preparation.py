@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -104,10 +104,10 @@ class Prepared:
     """Holds a model that is laid over the ranks."""
 
     training: TrainingState
-    outer: OuterState
-    """What islands save besides."""
     state_dict: Callable[[], dict[str, Any]]
     """Gathers the whole model's state on rank 0; all ranks call it together."""
+    outer: OuterState = field(default_factory=OuterState)
+    """What islands save besides."""
 
 
 def prepare_training(

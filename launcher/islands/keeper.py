@@ -395,9 +395,7 @@ class IslandKeeper:
             self._retry_s[number] = time.monotonic() + RETRY_S
         if self._busy.pop(number) != kept.outer:
             return  # the rounds have gone on without it
-        if outcome.error and (now_s := time.monotonic()) >= self._quiet_until_s:
-            self._quiet_until_s = now_s + QUIET_S
-            self._log(f"a round cannot go on yet: {outcome.error}")
+        self._say_error(outcome)
         match outcome.result:
             case Sum() as result:
                 kept.sum = result
@@ -415,7 +413,13 @@ class IslandKeeper:
         elif outcome.error:
             kept.digests.pop(number, None)
             self._retry_s[outcome.task.fragment] = time.monotonic() + RETRY_S
-            self._log(f"a contribution cannot be prepared yet: {outcome.error}")
+            self._say_error(outcome)
+
+    def _say_error(self, outcome: Exchanged) -> None:
+        """Logs why a task has failed, but not every time."""
+        if outcome.error and (now_s := time.monotonic()) >= self._quiet_until_s:
+            self._quiet_until_s = now_s + QUIET_S
+            self._log(f"a round cannot go on yet: {outcome.error}")
 
     def _open_source(self, island: str) -> HttpStorage | None:
         """Returns the files of another island's agent; called in the exchange's thread."""

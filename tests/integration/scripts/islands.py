@@ -4,7 +4,7 @@
 steps that average say which samples count. `regress` is a regression by SGD, of which islands that
 average after each step compute what one process does. `--ballast` adds elements that no step
 changes, so that rounds take a while; a worker whose `TESTER_HOLD` names a file waits before its
-loop until that is gone.
+loop until that is gone, and the file of `TESTER_PAUSE_FILE` says for how long a step rests.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def train(session: ez.Session) -> None:
         module.register_parameter("ballast", nn.Parameter(torch.zeros(options.ballast)))
     session.prepare(module, lambda params: torch.optim.SGD(params, lr=options.lr))
     session.restore()
-    hold = Path(os.environ.get("TESTER_HOLD", ""))
+    hold, slow = (Path(os.environ.get(f"TESTER_{name}", "")) for name in ("HOLD", "PAUSE_FILE"))
     print(json.dumps({"holds": hold.is_file()}), flush=True)
     while hold.is_file():
         time.sleep(0.002)
@@ -68,7 +68,7 @@ def train(session: ez.Session) -> None:
         used = session.batch_indices
         session.backward(module.loss(index_B, x_BF, y_B1))
         session.step()
-        time.sleep(options.pause)
+        time.sleep(float(slow.read_text() or 0) if slow.is_file() else options.pause)
         line = {"used": used, "at_s": time.time(), "step": session.step_count}
         print(json.dumps(line), flush=True)
     names = [name for name, p in module.named_parameters() if name != "ballast"]
