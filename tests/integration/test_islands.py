@@ -239,7 +239,7 @@ def test_the_others_go_on_whatever_becomes_of_an_island(
         check_each_sample_counts_once(told, etcd, 3600, survivors)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [slow(1), 2])
 def test_an_island_that_waits_leaves_when_it_is_told_to(
     workers: int, tmp_path: Path, etcd: EtcdServer
 ) -> None:
@@ -285,7 +285,6 @@ def test_an_island_that_comes_takes_the_state_of_the_others(
 DRAWN = {
     ("kill", "one island has the result", "lead"),
     ("drain", "it has contributed", "another"),
-    ("join", "a round is summed up", "lead"),
 }
 """The cells that `make test` plays; `make slow` plays all."""
 
