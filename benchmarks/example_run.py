@@ -7,12 +7,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from performance_page import about_in_words, machine, present_commit, publish, record
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "gpt.py"
 SIZE = ("--layers", "2", "--context", "64", "--global-batch", "16")
@@ -62,24 +58,3 @@ def run_example(
         raise SystemExit(f"error: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     loss = float(ends[-1].removeprefix(RESULT))
     return ExampleRun(loss=loss, curve=next(curve for curve in curves if curve))
-
-
-def publish_losses(
-    name: str, page: str, head: Sequence[str], rows: Sequence[Sequence[str]], runs: Sequence[Any]
-) -> None:
-    """Writes the table to a page of results, and the figures beside it.
-
-    Args:
-        name: What the name of the file of figures begins with.
-        page: The marks of the table in its page.
-        head: Heads of the table's columns.
-        rows: Its rows.
-        runs: The figures, dataclasses.
-    """
-    about = machine("torch")
-    command = f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}"
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-    text = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
-    publish(page, "\n".join([f"```\n{command}\n```", "", text, "", *lines]))
-    document = {"machine": about, "command": command, "runs": [asdict(one) for one in runs]}
-    print(record(f"{name}-{date.today()}", document))

@@ -14,17 +14,15 @@ import argparse
 import json
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from performance_page import about_in_words, machine, present_commit, publish, record
+from performance_page import publish_table
 from recovery_trial import wait_for
 
 from elasticzero.launcher.local.cluster import Cluster, cluster_environment
@@ -58,7 +56,7 @@ class Gap:
     before_s: float
     """Longest time between two of their steps in the seconds before it."""
     gap_s: float
-    """The same in the seconds after it."""
+    """Longest time between two of their steps in the seconds after it."""
 
 
 def steps_of(log: Path) -> list[float]:
@@ -175,13 +173,7 @@ def main() -> None:
             print(*cell, f"{gap.step_s:.3f}  {gap.before_s:.3f}  {gap.gap_s:.3f} s", flush=True)
     print(table_text(HEAD, [*rows(gaps)]), end="")
     if options.record:
-        about = machine("torch")
-        command = f"python benchmarks/island_gaps.py {' '.join(sys.argv[1:])}"
-        lines = [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows(gaps))]
-        text = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
-        publish("islands gaps", "\n".join([f"```\n{command}\n```", "", text, "", *lines]))
-        document = {"machine": about, "command": command, "gaps": [asdict(gap) for gap in gaps]}
-        print(record(f"island-gaps-{date.today()}", document))
+        publish_table("island-gaps", "islands gaps", HEAD, [*rows(gaps)], gaps)
 
 
 if __name__ == "__main__":

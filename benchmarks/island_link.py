@@ -21,12 +21,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from performance_page import about_in_words, machine, present_commit, publish, record
+from performance_page import publish_table
 from recovery_trial import HERE, wait_for
 from slow_network import SlowNetworks
 
@@ -194,13 +193,7 @@ def main() -> None:
     print(f"two nodes, {options.link}, {16 * options.width**2 / 1e6:.1f} million parameters")
     print(table_text(HEAD, rows(speeds)), end="")
     if options.record:
-        about = machine("torch")
-        command = f"python benchmarks/island_link.py {' '.join(sys.argv[1:])}"
-        lines = [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows(speeds))]
-        text = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
-        publish("islands link", "\n".join([f"```\n{command}\n```", "", text, "", *lines]))
-        document = {"machine": about, "command": command, "runs": [asdict(s) for s in speeds]}
-        print(record(f"island-link-{date.today()}", document))
+        publish_table("island-link", "islands link", HEAD, rows(speeds), speeds)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from curves import Curve, curves_picture
-from example_run import ExampleRun, publish_losses, run_example
+from example_run import ExampleRun, run_example
+from performance_page import publish_table
 
 from elasticzero.text import table_text
 
@@ -141,7 +142,7 @@ def main() -> None:
         print(*rows(learnt)[-1], sep="  ", flush=True)
     print(table_text(HEAD, rows(learnt)), end="")
     if options.record:
-        publish_losses("island-loss", "islands loss", HEAD, rows(learnt), learnt)
+        publish_table("island-loss", "islands loss", HEAD, rows(learnt), learnt)
         curves = [curve_of(one, options.global_batch) for one in learnt]
         PICTURE.write_text(curves_picture(curves, across="samples", up="training loss"))
 

@@ -8,7 +8,9 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -84,3 +86,24 @@ def publish(name: str, text: str, pages: Path = RESULTS) -> Path:
         raise SystemExit(f"error: {page} has no {first} ... {last}")
     page.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}")
     return page
+
+
+def publish_table(
+    name: str, page: str, head: Sequence[str], rows: Sequence[Sequence[str]], runs: Sequence[Any]
+) -> None:
+    """Writes the table to a page of results, and the figures beside it.
+
+    Args:
+        name: What the name of the file of figures begins with.
+        page: The marks of the table in its page.
+        head: Heads of the table's columns.
+        rows: Its rows.
+        runs: The figures, dataclasses.
+    """
+    about = machine("torch")
+    command = f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}"
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    text = f"{about_in_words(about, present_commit())}, torch {about['torch']}."
+    publish(page, "\n".join([f"```\n{command}\n```", "", text, "", *lines]))
+    document = {"machine": about, "command": command, "runs": [asdict(one) for one in runs]}
+    print(record(f"{name}-{date.today()}", document))

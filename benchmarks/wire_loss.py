@@ -14,7 +14,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from example_run import publish_losses, run_example
+from example_run import run_example
+from performance_page import publish_table
 
 from elasticzero.options.wire import wire_of
 from elasticzero.text import table_text
@@ -84,7 +85,7 @@ def main() -> None:
     head = ["wire", "faults", "loss by seed", "mean", "against fp32 without faults"]
     print(table_text(head, rows(learnt)), end="")
     if options.record:
-        publish_losses("wire-loss", "wire loss", head, rows(learnt), learnt)
+        publish_table("wire-loss", "wire loss", head, rows(learnt), learnt)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from typing import Literal
 from elasticzero.options.diloco import DiLoCo
 from elasticzero.serialization import OMIT_DEFAULT
 
+PARTS = ("parameters", "momentum")
+"""Parts of an outer state, in the order in which its digest has them."""
 ROUNDS_FOLDER = "rounds"
 """Folder of the files of the rounds in the directory of a node's snapshots."""
 

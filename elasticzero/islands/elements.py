@@ -22,8 +22,8 @@ class Elements:
     held: Mapping[str, Sequence[LocalTensor]]
     """All of them: those of the model, and those of 32-bit copies."""
     written: Mapping[str, Sequence[LocalTensor]]
-    """Those of which no other rank of the island writes the same ones. Where the rank has a 32-bit
-    copy they are that copy's."""
+    """Elements that no other rank of the island writes. Where the rank has a 32-bit copy they are
+    that copy's."""
 
 
 def elements_of(

@@ -13,13 +13,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from elasticzero.ipc.rounds import FragmentNews, outer_name, own_name
+from elasticzero.ipc.rounds import PARTS, FragmentNews, outer_name, own_name
 from elasticzero.islands.files import mapped
 from elasticzero.islands.layout import FragmentLayout
 from elasticzero.spans import Span
 from elasticzero.state.model import OUTER, LoadTarget, Spec
-
-PARTS = ("parameters", "momentum")
 
 
 class Rounds(Protocol):

@@ -106,7 +106,7 @@ class RankState:
     factors: Mapping[str, Tensor] = field(default_factory=dict)
     """The right factors of `--wire powersgd:RANK` by parameter, which all ranks have alike."""
     outer: Mapping[str, Tensor] = field(default_factory=dict)
-    """What islands have agreed on, which all ranks have alike; see `outer_state.py`."""
+    """Outer parameters and momentum of islands, which all ranks have alike."""
     residual_sum: Mapping[str, Tensor] = field(default_factory=dict)
     """The sum of that of ranks which hold the same part of the state, where they have summed it to
     leave together."""

@@ -107,7 +107,7 @@ class Prepared:
     state_dict: Callable[[], dict[str, Any]]
     """Gathers the whole model's state on rank 0; all ranks call it together."""
     outer: OuterState = field(default_factory=OuterState)
-    """What islands save besides."""
+    """Adds to what is saved what islands have agreed on."""
 
 
 def prepare_training(

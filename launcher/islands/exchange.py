@@ -21,8 +21,8 @@ import xxhash
 
 from elasticzero.errors import StorageError, one_line
 from elasticzero.ipc.round_wire import Bytes, Elements, Piece, RoundWire
-from elasticzero.ipc.rounds import encoded_name, outer_name, sent_name
-from elasticzero.launcher.islands.files import PARTS, RoundFiles, size_of
+from elasticzero.ipc.rounds import PARTS, encoded_name, outer_name, sent_name
+from elasticzero.launcher.islands.files import RoundFiles, size_of
 from elasticzero.launcher.islands.outer import OuterOptimizer, write_mean
 from elasticzero.launcher.protocol.rounds.documents import Contributor, Outer, Sum, Unreachable
 from elasticzero.launcher.protocol.rounds.island import SumUp, TakeOuter, TakeSum

@@ -22,8 +22,6 @@ import xxhash
 from elasticzero.ipc.round_wire import Bytes
 from elasticzero.ipc.rounds import FragmentShape
 
-PARTS = ("parameters", "momentum")
-"""Parts of an outer state, in the order in which its digest has them."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
 _UNFINISHED = ".unfinished"
 _READ_BYTES = 16 << 20

@@ -31,6 +31,7 @@ from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.round_wire import RoundWire
 from elasticzero.ipc.rounds import (
+    PARTS,
     IslandAt,
     IslandProgress,
     JoinRounds,
@@ -50,7 +51,7 @@ from elasticzero.launcher.islands.exchange import (
     PrepareSent,
     mean_name,
 )
-from elasticzero.launcher.islands.files import PARTS, RoundFiles, size_of
+from elasticzero.launcher.islands.files import RoundFiles, size_of
 from elasticzero.launcher.islands.lead import IslandPlace, Lead
 from elasticzero.launcher.islands.news import left_of, news_of, refusal, seat_after_the_end
 from elasticzero.launcher.islands.outer import OuterOptimizer

@@ -222,7 +222,7 @@ class RunSummary:
     wasted_losses: tuple[Point, ...]
     """Time and loss of the steps that were done again."""
     averaged: RoundsSummary | None = None
-    """What the job's islands have averaged; None: its nodes are none. All else is about one."""
+    """Rounds of the job's islands, all else is about one of them; None: its nodes are none."""
     notes: tuple[str, ...] = field(default=())
     """Sentences about the logs: parts that are missing, clocks that differ."""
 

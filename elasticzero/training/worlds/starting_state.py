@@ -55,7 +55,7 @@ class StartingState:
     first: PretrainedOptimizer | None = None
     """The first state of optimizers, where training begins with one; None: it begins without."""
     outer: OuterState | None = None
-    """What islands have agreed on; None: it is not restored."""
+    """Restores what islands have agreed on; None: that is not restored."""
     newcomer: Newcomer | None = None
     """Brings this rank to the boundary at which others enter the world; None: all begin in it."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from elasticzero.errors import StorageError
 from elasticzero.ipc.round_wire import Elements, RoundWire
-from elasticzero.ipc.rounds import FragmentShape, outer_name, own_name, sent_name
+from elasticzero.ipc.rounds import PARTS, FragmentShape, outer_name, own_name, sent_name
 from elasticzero.launcher.islands.exchange import (
     Agreed,
     Exchange,
@@ -20,7 +20,7 @@ from elasticzero.launcher.islands.exchange import (
     PrepareSent,
     ToDo,
 )
-from elasticzero.launcher.islands.files import PARTS, RoundFiles, size_of
+from elasticzero.launcher.islands.files import RoundFiles, size_of
 from elasticzero.launcher.islands.outer import OuterOptimizer
 from elasticzero.launcher.protocol.rounds.documents import Contributor, Outer, Sum, Unreachable
 from elasticzero.launcher.protocol.rounds.island import SumUp, TakeOuter, TakeSum

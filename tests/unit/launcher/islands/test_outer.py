@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from elasticzero.ipc.round_wire import Elements
 from elasticzero.launcher.islands import outer
-from elasticzero.launcher.islands.outer import Elements, OuterOptimizer, write_mean
+from elasticzero.launcher.islands.outer import OuterOptimizer, write_mean
 
 ELEMENTS = 37
 
