@@ -173,17 +173,20 @@ class IslandRounds:
         time.sleep(POLL_S)
 
     def _agreed_news(self) -> RoundNews | None:
-        """Returns the newest news that all ranks have; None: some rank has none."""
+        """Returns the newest news that all ranks have, or the last that they had, where agents of
+        the island's nodes have passed over it; None: some rank has none."""
+        news = self._news
         version = self._part.least(max(self._link.round_news, default=0))
-        if version == 0:
-            return None
-        news = self._link.round_news[version]
-        if news.refused:
-            raise UserError(news.refused)
+        newest = self._link.round_news.get(version)
+        if newest is not None and newest.refused:
+            raise UserError(newest.refused)
+        is_new = version != (0 if news is None else news.version)
+        if not is_new or not self._part.least(int(newest is not None)) or newest is None:
+            return news
         for older in [v for v in [*self._link.round_news] if v < version]:
             del self._link.round_news[older]
-        self._news = news
-        return news
+        self._news = newest
+        return newest
 
     def _begin(self, news: RoundNews) -> IslandProgress:
         """Begins with the outer parameters, as another incarnation of the island."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 
 from elasticzero.errors import UserError
@@ -11,6 +12,8 @@ from elasticzero.spans import STRATEGIES
 
 NAME = "diloco"
 """The strategy's name."""
+FOLDER = "islands"
+"""Below it are the parts of a job that each island has for itself: in etcd, and of checkpoints."""
 WIRES = ("fp32", "bf16", "int8", "int4")
 """Formats of what islands send each other."""
 INNER = STRATEGIES
@@ -121,6 +124,27 @@ def diloco_of(flag: str, text: str | None) -> DiLoCo | None:
         return DiLoCo(**values).checked()
     except UserError as error:
         raise UserError(f"{flag} {text}: {error}") from None
+
+
+def island_nodes_of(flag: str, text: str | None) -> tuple[int, int] | None:
+    """Parses the number of nodes of an island, `N` or `MIN:MAX`, to the fewest and the most.
+
+    Args:
+        flag: Option that is named in errors.
+        text: The number; None: the option is not given.
+
+    Raises:
+        UserError: It is no such number.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(?:(\d+):)?(\d+)", str(text))
+    least, most = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise UserError(
+            f"{flag} {text}: a number of nodes, or MIN:MAX, is expected, such as 4 or 2:4"
+        )
+    return least, most
 
 
 def islands_of(strategy: str, settings: DiLoCo | None) -> DiLoCo | None:

@@ -48,7 +48,7 @@ from elasticzero.launcher.workers.forking.requests import Launch
 from elasticzero.launcher.workers.log_rotation import LogLimit
 from elasticzero.launcher.workers.process import worker_environment
 from elasticzero.launcher.workers.reserve.standby_rules import StandbyMode
-from elasticzero.options.diloco import islands_of
+from elasticzero.options.diloco import FOLDER, NAME, islands_of
 from elasticzero.options.settings import TrainingSettings
 
 STORAGE_LIMIT_S = 30.0
@@ -82,6 +82,10 @@ class AgentOptions:
     """Rule for which checkpoints are retained."""
     launch_id: str | None = None
     """Names the launch that this node belongs to; None: it has no name."""
+    island: str | None = None
+    """Island that this node is of; None: it has none, or has no place yet."""
+    island_nodes: tuple[int, int] | None = None
+    """Fewest and most nodes of an island; None: nothing was said of them."""
     zone: str | None = None
     """Part of the cluster that may fail as a whole, and that this node is in; None: not known."""
     grace_s: float = 25.0
@@ -116,7 +120,7 @@ class AgentOptions:
 
     @property
     def is_island(self) -> bool:
-        """Returns whether this node is an island, which trains by itself and averages with
+        """Returns whether this node is of an island, which trains by itself and averages with
         others."""
         return self.training.diloco is not None
 
@@ -124,7 +128,7 @@ class AgentOptions:
     def job_of_island(self) -> str:
         """Returns the name under which this node's world is coordinated: an island is a job in
         itself."""
-        return f"{self.job}/islands/{self.node}" if self.is_island else self.job
+        return f"{self.job}/{FOLDER}/{self.island}" if self.is_island else self.job
 
     @property
     def node_places(self) -> list[NodePlace]:
@@ -168,18 +172,21 @@ def agent_options(
     memory = check_folder(args.snapshot_dir)
     overflow = overflow_folder(memory)
     diloco = islands_of(args.strategy, parsed.training.diloco)
-    # Each island saves in a folder of its own.
-    folder = "" if diloco is None else f"/islands/{node}"
+    folder = "" if diloco is None else f"/{FOLDER}"
     directory, storage_error = _checkpoint_directory(args, folder)
     workers = worker_settings(args, nproc, os.environ)
     training = replace(parsed.training, checkpoint_dir=directory)
+    island = _island_name(args, is_island=diloco is not None)
     if diloco is not None:
-        nodes = (1, 1)
-        parsed = replace(parsed, policy={**parsed.policy, "strategy": diloco.inner})
+        nodes = parsed.agent["island_nodes"] or ((1, nodes[1]) if island else (1, 1))
+        # The ranks of an island learn of its samples together, so that none can come in between.
+        policy = {**parsed.policy, "strategy": diloco.inner, "changes_inside": "off"}
+        parsed = replace(parsed, policy=policy)
         training = replace(training, diloco=diloco)
     options = AgentOptions(
         job=job,
         node=node,
+        island=island,
         policy=JobPolicy(min_nodes=nodes[0], max_nodes=nodes[1], **parsed.policy),
         nproc=nproc,
         launch=launch,
@@ -194,6 +201,22 @@ def agent_options(
         **parsed.agent,
     )
     return options, storage_error
+
+
+def on_island(options: AgentOptions, island: str) -> AgentOptions:
+    """Returns the options of a node that is of this island, which saves in a folder of its own."""
+    training = options.training
+    if training.checkpoint_dir is not None:
+        training = replace(training, checkpoint_dir=f"{training.checkpoint_dir}/{island}")
+    return replace(options, island=island, training=training)
+
+
+def _island_name(args: argparse.Namespace, *, is_island: bool) -> str | None:
+    """Returns what `--island` says; raises `UserError` where there are no islands."""
+    for flag, value in (("--island", args.island), ("--island-nodes", args.island_nodes)):
+        if value is not None and not is_island:
+            raise UserError(f"{flag} needs --strategy {NAME}, whose nodes are islands")
+    return None if args.island is None else check_name(args.island, "--island")
 
 
 def _checkpoint_directory(

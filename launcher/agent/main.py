@@ -22,7 +22,7 @@ from elasticzero.errors import (
     UserError,
 )
 from elasticzero.launcher.agent.agent import Agent
-from elasticzero.launcher.agent.config import AgentOptions
+from elasticzero.launcher.agent.config import AgentOptions, on_island
 from elasticzero.launcher.agent.console import NAMES_SHOWN, log, log_for_node
 from elasticzero.launcher.agent.etcd_hosting import (
     hosted,
@@ -31,12 +31,13 @@ from elasticzero.launcher.agent.etcd_hosting import (
     wait_for_others,
 )
 from elasticzero.launcher.agent.extensions.base import ExtensionFactory
-from elasticzero.launcher.agent.extensions.island import IslandExtension
+from elasticzero.launcher.agent.extensions.island import IslandExtension, IslandStores
 from elasticzero.launcher.agent.node_claim import listen_on_free_port
 from elasticzero.launcher.agent.status import Instruments, LoopPulse
 from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
-from elasticzero.launcher.islands.adoption import FOLDER, adopt_checkpoint
+from elasticzero.launcher.islands.adoption import adopt_checkpoint, one_node_at_a_time
 from elasticzero.launcher.islands.documents import forget_past_rounds
+from elasticzero.launcher.islands.places import take_place
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.job_status import page_address
@@ -71,6 +72,7 @@ from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
 from elasticzero.launcher.tls.credentials import NodeName
 from elasticzero.launcher.tls.setup import node_contexts
 from elasticzero.launcher.workers.gloo_interface import confined, with_gloo_host
+from elasticzero.options.diloco import FOLDER
 from elasticzero.processes import collect_garbage_less_often
 from elasticzero.serialization import RecordError
 from elasticzero.text import list_text, shown
@@ -172,15 +174,16 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         open_store = partial(
             EtcdStore, endpoints, access=coordination.access, observe=metrics.observe_etcd
         )
-        store = open_store(job_prefix(options.job_of_island))
-        store.renew_leases_while(pulse.turns)
-        stack.callback(store.close)
-        shared = store  # what all nodes of the job share, islands too
-        if options.is_island:
-            shared = open_store(job_prefix(options.job))
-            shared.renew_leases_while(pulse.turns)
-            stack.callback(shared.close)
+        shared = open_store(job_prefix(options.job))  # what all nodes of the job share, islands too
+        shared.renew_leases_while(pulse.turns)
+        stack.callback(shared.close)
         display.show(f"waiting for etcd at {','.join(endpoints)}")
+        store = shared
+        if options.is_island:
+            options = _at_island(options, shared, endpoints, stack)
+            store = open_store(job_prefix(options.job_of_island))
+            store.renew_leases_while(pulse.turns)
+            stack.callback(store.close)
         ended = _wait_for_store(store, options, endpoints, restart=coordination.restart)
         if ended is not None:
             return ended
@@ -200,8 +203,9 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             _claim_checkpoints(options, endpoints, coordination.access)
             if options.is_island and (saves := options.training.checkpoint_dir) is not None:
                 display.show("looking for checkpoints of other islands")
-                whole = saves.removesuffix(f"/{FOLDER}/{options.node}")
-                adopt_checkpoint(whole, options.node, options.nproc, log_line)
+                with one_node_at_a_time(store, options.node, int(policy.lease_ttl_s)):
+                    whole = saves.removesuffix(f"/{FOLDER}/{options.island}")
+                    adopt_checkpoint(whole, str(options.island), options.nproc, log_line)
         agree = partial(agree_on_token, node_token=coordination.token, tls=coordination.tls.mode)
         record = None
         if options.is_island:  # all islands have one token
@@ -248,8 +252,9 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         instruments = Instruments(metrics=metrics, pulse=pulse, progress=display)
         extensions = [*launching.extensions]
         if options.is_island:
+            stores = IslandStores(job=shared, island=store)
             islands = coordination.islands
-            extensions.append(partial(IslandExtension, store=shared, me=me, islands=islands))
+            extensions.append(partial(IslandExtension, stores=stores, me=me, islands=islands))
         agent = Agent(options, run, membership, instruments, agreed, extensions)
         stack.enter_context(
             AgentServer(
@@ -311,6 +316,26 @@ def _at_host(options: AgentOptions, host: str) -> tuple[AgentOptions, str]:
         return replace(options, launch=with_gloo_host(options.launch, host)), host
     launch, address = confined(options.launch, host, options.private_network)
     return replace(options, launch=launch), address
+
+
+def _at_island(
+    options: AgentOptions, shared: Store, endpoints: Sequence[str], stack: ExitStack
+) -> AgentOptions:
+    """Returns the options of a node that has a place on an island.
+
+    Args:
+        options: Options of the node.
+        shared: The part of etcd that all islands of the job share.
+        endpoints: Endpoints of etcd, for messages.
+        stack: Gives the place back at the end.
+    """
+    policy, island = options.policy, options.island
+    if island is None and policy.max_nodes > 1:
+        take = partial(take_place, shared, options.node, policy.max_nodes, int(policy.lease_ttl_s))
+        island, lease = _first_answer(take, options, endpoints)
+        stack.callback(lease.close, revoke=True)
+        log_for_node(options.node, f"this node is of {island}")
+    return on_island(options, island or options.node)
 
 
 def _retry_store(
@@ -473,6 +498,40 @@ def _read_end(done: Entry, options: AgentOptions, *, restart: bool) -> Done | No
         ) from None
 
 
+def _first_answer(call: Callable[[], T], options: AgentOptions, endpoints: Sequence[str]) -> T:
+    """Returns what the first request to etcd gives, repeated until --join-timeout.
+
+    Args:
+        call: Requests something from the store.
+        options: Options of the node, of which --join-timeout counts.
+        endpoints: Endpoints of etcd, for messages.
+
+    Raises:
+        AccessRefused: etcd refuses this node.
+        StoreUnavailable: etcd did not answer in time.
+    """
+    names, timeout_s = ",".join(endpoints), options.policy.join_timeout_s
+    deadline_s = time.monotonic() + timeout_s
+
+    def report(failures: int, _: BaseException) -> None:
+        if failures == 1:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            why = unknown_host(endpoints)
+            text = f"etcd at {names} does not answer; trying for {left_s:.0f} s more{why}"
+            log_for_node(options.node, text)
+
+    try:
+        return _retry_store(call, options, report)
+    except AccessRefused:
+        raise
+    except StoreUnavailable:
+        raise StoreUnavailable(
+            f"etcd at {names} did not answer within {timeout_s:g} s (--join-timeout)"
+            f"{unknown_host(endpoints)}; check the "
+            "address, and that etcd runs"
+        ) from None
+
+
 def _wait_for_store(
     store: Store, options: AgentOptions, endpoints: Sequence[str], *, restart: bool
 ) -> ExitCode | None:
@@ -491,26 +550,7 @@ def _wait_for_store(
         StoreUnavailable: etcd did not answer within --join-timeout.
         UserError: The job is over, and may not run again.
     """
-    names, timeout_s = ",".join(endpoints), options.policy.join_timeout_s
-    deadline_s = time.monotonic() + timeout_s
-
-    def report(failures: int, _: BaseException) -> None:
-        if failures == 1:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            why = unknown_host(endpoints)
-            text = f"etcd at {names} does not answer; trying for {left_s:.0f} s more{why}"
-            log_for_node(options.node, text)
-
-    try:
-        done = _retry_store(lambda: store.read(DONE).entries.get(DONE), options, report)
-    except AccessRefused:
-        raise
-    except StoreUnavailable:
-        raise StoreUnavailable(
-            f"etcd at {names} did not answer within {timeout_s:g} s (--join-timeout)"
-            f"{unknown_host(endpoints)}; check the "
-            "address, and that etcd runs"
-        ) from None
+    done = _first_answer(lambda: store.read(DONE).entries.get(DONE), options, endpoints)
     if done is None:
         return None
     over = _read_end(done, options, restart=restart)

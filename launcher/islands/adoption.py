@@ -7,7 +7,9 @@ the other islands in any case.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from elasticzero.checkpoint.format.manifest import Manifest
@@ -17,25 +19,49 @@ from elasticzero.checkpoint.steps.catalog import newest_good, read_manifest, ste
 from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError, one_line
+from elasticzero.launcher.store.api import Store, unchanged
+from elasticzero.options.diloco import FOLDER
 
-FOLDER = "islands"
-"""Folder of the islands' checkpoints in the directory of the job's."""
+LOCK, POLL_S = "adopting", 0.2
+"""Key of the node that looks for a checkpoint, and seconds between two looks at it."""
 
 
-def adopt_checkpoint(url: str, node: str, workers: int, log_line: Callable[[str], None]) -> None:
-    """Copies the checkpoint with which a node begins that has none of its own, if there is one.
+@contextmanager
+def one_node_at_a_time(store: Store, node: str, ttl_s: int) -> Iterator[None]:
+    """Keeps out the other nodes of an island meanwhile: the first one copies for all.
+
+    Args:
+        store: The island's part of etcd.
+        node: The node's name.
+        ttl_s: Seconds after which others go on where this node has died.
+
+    Raises:
+        StoreUnavailable: The store does not answer.
+    """
+    lease = store.lease(ttl_s)
+    try:
+        free = [unchanged(LOCK, None)]
+        while store.write({LOCK: node.encode()}, conditions=free, lease=lease) is None:
+            time.sleep(POLL_S)
+        yield
+    finally:
+        lease.close(revoke=True)
+
+
+def adopt_checkpoint(url: str, island: str, workers: int, log_line: Callable[[str], None]) -> None:
+    """Copies the checkpoint with which an island begins that has none of its own, if there is one.
 
     Args:
         url: The checkpoint directory of the job.
-        node: The node's name.
-        workers: Number of its workers.
+        island: The island's name.
+        workers: Number of its workers, nearly.
         log_line: Receives a line about what was copied.
 
     Raises:
         UserError: There are checkpoints, and none can be taken.
         StorageError: The directory cannot be read.
     """
-    target = open_directory(f"{url}/{FOLDER}/{node}")
+    target = open_directory(f"{url}/{FOLDER}/{island}")
     if newest_good(target) is not None:
         return
     candidates, errors = list[tuple[Manifest, Storage]](), list[str]()

@@ -179,9 +179,14 @@ class RoundDocuments:
         self._written = None
         self._store.write({}, deletes=[self._key])
 
+    def leave(self) -> None:
+        """Ends the registration, if there is one; another report may begin another one."""
+        lease, self._lease, self._written = self._lease, None, None
+        if lease is not None:
+            with suppress(StoreUnavailable):
+                lease.close(revoke=True)
+
     def close(self) -> None:
         """Ends the watch and the registration."""
         self._watch.close()
-        if self._lease is not None:
-            with suppress(StoreUnavailable):
-                self._lease.close(revoke=True)
+        self.leave()

@@ -21,7 +21,7 @@ import xxhash
 
 from elasticzero.errors import StorageError, one_line
 from elasticzero.ipc.round_wire import Bytes, Elements, Piece, RoundWire
-from elasticzero.ipc.rounds import PARTS, encoded_name, outer_name, sent_name
+from elasticzero.ipc.rounds import PARTS, JoinRounds, encoded_name, outer_name, sent_name
 from elasticzero.launcher.islands.files import RoundFiles, size_of
 from elasticzero.launcher.islands.outer import OuterOptimizer, write_mean
 from elasticzero.launcher.protocol.rounds.documents import Contributor, Outer, Sum, Unreachable
@@ -41,7 +41,16 @@ class PrepareSent:
     number: int
 
 
-ToDo = SumUp | TakeSum | TakeOuter | PrepareSent
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeSent:
+    """Fetches a contribution of this island from its head, as the head keeps it."""
+
+    fragment: int
+    incarnation: str
+    number: int
+
+
+ToDo = SumUp | TakeSum | TakeOuter | PrepareSent | TakeSent
 
 
 _Tasks = queue.SimpleQueue[tuple[ToDo, Mapping[str, str]] | None]
@@ -76,6 +85,15 @@ class Agreed:
     wires: Sequence[RoundWire]
     """How the elements of each fragment are sent."""
     optimizer: OuterOptimizer
+
+
+def agreed_in(join: JoinRounds) -> Agreed:
+    """Returns what the islands have in common, by what workers have said of it."""
+    settings = join.settings
+    return Agreed(
+        wires=[RoundWire(format=settings.wire, shape=shape) for shape in join.fragments],
+        optimizer=OuterOptimizer(lr=settings.outer_lr, momentum=settings.outer_momentum),
+    )
 
 
 class Exchange:
@@ -150,6 +168,8 @@ class Exchange:
                 return self._take_outer(task)
             case PrepareSent():
                 return self._prepare(task)
+            case TakeSent():
+                return self._take_sent(task)
 
     def _prepare(self, task: PrepareSent) -> Exchanged:
         """Encodes a contribution, and leaves in this node's file what others decode of it: so what
@@ -210,6 +230,20 @@ class Exchange:
             self._fetch(task.sources, name, size_of(self._wires[number].shape), None)
         if self._files.digest(*names) != outer.digest:
             raise StorageError(f"the outer state of round {outer.round} came with other bytes")
+        return Exchanged(task=task)
+
+    def _take_sent(self, task: TakeSent) -> Exchanged:
+        """Fetches a contribution of the island, and decodes what was rounded for others."""
+        name = sent_name(task.fragment, task.incarnation, task.number)
+        wire = self._wires[task.fragment]
+        fetched = _file_of(name, wire)
+        self._fetch(("",), fetched, wire.nbytes, None)
+        if fetched != name:
+            data = self._files.data(fetched, wire.nbytes)
+            with self._files.making(name, size_of(wire.shape)) as values:
+                values_E = values.view(wire.shape.dtype)
+                for piece in wire.pieces():
+                    values_E[piece.elements] = wire.decode(data[piece.bytes], piece)
         return Exchanged(task=task)
 
     def _step(self, number: int, base: Outer, mean: str) -> str:

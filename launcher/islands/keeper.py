@@ -22,14 +22,13 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.errors import StoreUnavailable
-from elasticzero.ipc.round_wire import RoundWire
 from elasticzero.ipc.rounds import (
     PARTS,
     IslandAt,
@@ -45,16 +44,15 @@ from elasticzero.ipc.rounds import (
 from elasticzero.launcher.islands.committed import CommittedRounds
 from elasticzero.launcher.islands.documents import Documents, RoundDocuments
 from elasticzero.launcher.islands.exchange import (
-    Agreed,
     Exchange,
     Exchanged,
     PrepareSent,
+    agreed_in,
     mean_name,
 )
 from elasticzero.launcher.islands.files import RoundFiles, size_of
 from elasticzero.launcher.islands.lead import IslandPlace, Lead
 from elasticzero.launcher.islands.news import left_of, news_of, refusal, seat_after_the_end
-from elasticzero.launcher.islands.outer import OuterOptimizer
 from elasticzero.launcher.protocol.rounds.documents import (
     Committed,
     Contribution,
@@ -132,6 +130,7 @@ class IslandKeeper:
         files: RoundFiles,
         documents: RoundDocuments,
         outlets: Outlets,
+        outers: Sequence[Outer] = (),
     ) -> None:
         """Begins before the workers have their state.
 
@@ -140,6 +139,8 @@ class IslandKeeper:
             files: The files of this node.
             documents: The documents of the rounds.
             outlets: What the keeper calls.
+            outers: The newest outer states, which the node has where its island has taken part in
+                rounds before; none: it has not.
         """
         self._place, self._files, self._documents = place, files, documents
         self._outlets, self._log = outlets, outlets.log_line
@@ -159,7 +160,7 @@ class IslandKeeper:
         """Messages of each worker that others have not sent yet."""
         self._progress: IslandProgress | None = None
         self._waits = self._leaves = False
-        self._fragments: list[_Fragment] = []
+        self._fragments = [_Fragment(outer=outer) for outer in outers]
         self._exchange: Exchange | None = None
         self._busy: dict[int, Outer] = {}
         """Fragments for which a task is under way, with the state that it began with."""
@@ -176,8 +177,17 @@ class IslandKeeper:
 
     # What workers say.
 
-    def generation_begins(self) -> None:
-        """Notes that other workers begin, which have said nothing yet. Rounds go on meanwhile."""
+    @property
+    def outers(self) -> list[Outer]:
+        """Returns the newest outer state of each fragment; none before there are workers."""
+        return [kept.outer for kept in self._fragments]
+
+    def generation_begins(self, generation: int) -> None:
+        """Notes that other workers begin, which have said nothing yet. Rounds go on meanwhile.
+
+        Args:
+            generation: Number of their generation.
+        """
         self._joins, self._at, self._are_there = {}, {}, False
         self._news = None
 
@@ -200,8 +210,16 @@ class IslandKeeper:
 
     def _workers_have_joined(self, join: JoinRounds) -> None:
         self._join, self._are_there = join, True
-        if not self._fragments:
-            self._begin_with_own(join)
+        if self._exchange is None:
+            if len(self._fragments) != len(join.fragments):
+                self._begin_with_own(join)
+            self._exchange = Exchange(
+                self._files,
+                agreed_in(join),
+                self._open_source,
+                self._task_ended,
+                self._outlets.count_bytes,
+            )
             return
         is_this = join.progress.incarnation == self._incarnation
         if is_this and self._goes_on(join):
@@ -211,6 +229,7 @@ class IslandKeeper:
 
     def _begin_with_own(self, join: JoinRounds) -> None:
         """Takes the workers' state for the first outer state (IK1)."""
+        self._fragments = []
         for number, shape in enumerate(join.fragments):
             names = [own_name(number, part) for part in PARTS]
             if not join.has_momentum:
@@ -221,16 +240,6 @@ class IslandKeeper:
                 path = self._files.path(outer_name(number, 0, outer.digest, part))
                 self._files.path(name).rename(path)
             self._fragments.append(_Fragment(outer=outer))
-        optimizer = OuterOptimizer(lr=join.settings.outer_lr, momentum=join.settings.outer_momentum)
-        wires = [RoundWire(format=join.settings.wire, shape=shape) for shape in join.fragments]
-        agreed = Agreed(wires=wires, optimizer=optimizer)
-        self._exchange = Exchange(
-            self._files,
-            agreed,
-            self._open_source,
-            self._task_ended,
-            self._outlets.count_bytes,
-        )
 
     def _goes_on(self, join: JoinRounds) -> bool:
         """Returns whether workers have all that the island has told of (IK2)."""
@@ -567,7 +576,7 @@ class IslandKeeper:
         """Leaves the rounds."""
         if self._exchange is not None:
             self._exchange.close()
-        self._documents.close()
+        self._documents.leave()
         for _, source in self._sources.values():
             source.close()
 

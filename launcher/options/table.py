@@ -22,6 +22,7 @@ from elasticzero.launcher.options.private_network import private_network
 from elasticzero.launcher.options.tls import TLS_AUTHORITIES, TLS_OPTIONS
 from elasticzero.launcher.options.torchrun import TORCHRUN_OPTIONS
 from elasticzero.launcher.secrets import ETCD_PASSWORD, TOKEN
+from elasticzero.options.diloco import island_nodes_of
 from elasticzero.options.option import Option, grouped
 from elasticzero.options.training import TRAINING_OPTIONS
 from elasticzero.options.values import Number, expanded_path, module_names, port_number
@@ -158,6 +159,21 @@ RUN_OPTIONS = (
             "known)",
             metavar="ZONE",
             field="zone",
+            in_local="absent",
+        ),
+        Option(
+            ("--island-nodes",),
+            "With --strategy diloco, MIN to MAX nodes are one island: they train together, and "
+            "take part in rounds as one. N means 1 to N. (default: each node is an island)",
+            metavar="MIN:MAX",
+            parse=island_nodes_of,
+            field="island_nodes",
+        ),
+        Option(
+            ("--island",),
+            "This node is of this island, such as a zone in which the network is fast. (default: "
+            "with --island-nodes, one that has a place)",
+            metavar="NAME",
             in_local="absent",
         ),
         Option(

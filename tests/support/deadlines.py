@@ -11,7 +11,7 @@ from __future__ import annotations
 import faulthandler
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -48,6 +48,14 @@ def measure() -> None:
 def patience(seconds: float) -> float:
     """Returns the deadline that stands for so many seconds on a quiet machine."""
     return seconds * min(MOST, max(1.0, *_slowness)) if _slowness else seconds
+
+
+def wait_until(so: Callable[[], object], what: str) -> None:
+    """Waits until something holds that other threads bring about; a long while, and then fails."""
+    end_s = time.monotonic() + patience(60.0)
+    while not so():
+        assert time.monotonic() < end_s, f"in vain for this: {what}"
+        time.sleep(0.002)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

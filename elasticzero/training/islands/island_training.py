@@ -18,7 +18,7 @@ from elasticzero.data.sampling import BatchPlan
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.rounds import ROUNDS_FOLDER, IslandProgress, JoinRounds, SamplesLeft
-from elasticzero.islands.elements import Elements, elements_of
+from elasticzero.islands.elements import Elements, RankPlace, elements_of
 from elasticzero.islands.layout import described, fragments_of
 from elasticzero.islands.plan import NONE, ClaimTable, IslandPlan
 from elasticzero.islands.rounds import IslandRounds, Part
@@ -92,8 +92,15 @@ class IslandTraining:
     @contextmanager
     def _elements(self) -> Iterator[Elements]:
         assignment, buffers = self._link.assignment, _floating_buffers(self._strategy.model)
+        place = RankPlace(
+            world_size=assignment.world_size,
+            rank=assignment.rank,
+            nodes=assignment.nodes,
+            local_world_size=assignment.local_world_size,
+            local_rank=assignment.local_rank,
+        )
         with self._strategy.changing() as state:
-            yield elements_of(state, buffers, assignment.world_size, assignment.rank)
+            yield elements_of(state, buffers, place)
 
     def schedule(
         self, schedule: RankSchedule, on_epoch_end: Callable[[], object] | None

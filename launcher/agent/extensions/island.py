@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
 from elasticzero.checkpoint.storage.http import HttpStorage
+from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.messages import Message
-from elasticzero.ipc.rounds import ROUNDS_FOLDER
+from elasticzero.ipc.rounds import ROUNDS_FOLDER, RoundNews
 from elasticzero.launcher.agent.console import log_for_node
 from elasticzero.launcher.agent.extensions.base import AgentContext, AgentExtension
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.islands.documents import RoundDocuments
 from elasticzero.launcher.islands.files import RoundFiles
+from elasticzero.launcher.islands.follower import FollowerOutlets, IslandFollower
 from elasticzero.launcher.islands.keeper import SILENCE_S, IslandKeeper, Outlets
 from elasticzero.launcher.islands.lead import IslandPlace
+from elasticzero.launcher.islands.news_board import IslandNews, NewsBoard
 from elasticzero.launcher.protocol.documents import Member, World
-from elasticzero.launcher.protocol.rounds.documents import Committed, IslandReport
+from elasticzero.launcher.protocol.rounds.documents import Committed, Outer
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.workers.group import Ended
@@ -28,27 +33,40 @@ from elasticzero.security.proofs import run_secret
 log = logging.getLogger(__name__)
 
 
-class IslandExtension(AgentExtension):
-    """Keeps this node's island in the rounds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandStores:
+    """Holds the parts of etcd that an island's agent uses."""
 
-    def __init__(self, context: AgentContext, *, store: Store, me: Member, islands: int) -> None:
+    job: Store
+    """What all islands of the job share."""
+    island: Store
+    """What the nodes of this island share."""
+
+
+class IslandExtension(AgentExtension):
+    """Keeps this node's island in the rounds, where the node has rank 0; else follows the node that
+    does."""
+
+    def __init__(
+        self, context: AgentContext, *, stores: IslandStores, me: Member, islands: int
+    ) -> None:
         """Begins to follow the rounds.
 
         Args:
             context: What the agent offers.
-            store: The part of etcd that all islands of the job share.
+            stores: The parts of etcd.
             me: The registration of this node.
             islands: Number of islands with which the rounds begin.
         """
-        options = context.options
-        log_line = partial(log_for_node, options.node)
+        options = self._options = context.options
+        self._name, self._me, self._context = str(options.island), me, context
+        self._log_line = partial(log_for_node, options.node)
         self._files = RoundFiles(options.snapshot_dir / ROUNDS_FOLDER)
         self._access: AgentAccess | None = None
-        self._first_rank = 0
         self._has_failed = False
         ttl_s = options.policy.lease_ttl_s
-        place = IslandPlace(
-            name=options.node,
+        self._place = IslandPlace(
+            name=self._name,
             address=me.address,
             run=me.run,
             workers=options.nproc,
@@ -56,46 +74,115 @@ class IslandExtension(AgentExtension):
             join_timeout_s=options.policy.join_timeout_s,
             ttl_s=ttl_s,
         )
-        self._note, self._metrics, self._name = context.note, context.metrics, options.node
-        self._documents = documents = RoundDocuments(
-            store, options.node, int(ttl_s), context.wake, log_line
+        self._note, self._metrics = context.note, context.metrics
+        self._documents = RoundDocuments(
+            stores.job, self._name, int(ttl_s), context.wake, self._log_line
         )
-        outlets = Outlets(
-            reach=self._reach,
-            tell=context.tell,
-            wake=context.wake,
-            log_line=log_line,
-            note_round=self._note_round,
-            count_bytes=context.metrics.round_bytes.inc,
-            outage_end_s=lambda: store.last_outage_end_s,
-        )
-        self._keeper = IslandKeeper(place, self._files, documents, outlets)
+        self._board = NewsBoard(stores.island, context.wake, self._log_line)
+        self._outage_end_s = lambda: stores.job.last_outage_end_s
+        self._world: World | None = None
+        """World of the generation that this node's workers are of."""
+        self._first_rank = 0
+        self._part: IslandKeeper | IslandFollower | None = None
+        """What this node does for its island; None: it has no workers in the island's world."""
+        self._unwritten: IslandNews | None = None
+        """News that is to be passed on to the island's other nodes, and is not yet."""
+        self._head: tuple[str, HttpStorage] | None = None
+        """Files of the head that this node follows, and its address."""
 
-    def _reach(self, report: IslandReport) -> HttpStorage:
+    def _reach(self, address: str, run: int) -> HttpStorage:
         access = self._access
         assert access is not None  # the exchange begins in a turn
         return HttpStorage(
-            f"{access.scheme}://{report.address}/{ROUNDS_FOLDER}",
-            run_secret(access.token.reveal, report.run),
+            f"{access.scheme}://{address}/{ROUNDS_FOLDER}",
+            run_secret(access.token.reveal, run),
             timeout_s=SILENCE_S,
-            run=report.run,
+            run=run,
             tls=None if access.tls is None else access.tls(),
         )
 
     def started(self, world: World, ranks: tuple[int, ...]) -> None:
         """Notes that other workers begin."""
-        self._first_rank = ranks[0]
-        self._keeper.generation_begins()
+        self._world, self._first_rank, self._unwritten = world, ranks[0], None
+        part = self._part
+        if ranks[0] == 0:
+            if not isinstance(part, IslandKeeper):
+                self._part = self._keeper([] if part is None else part.outers)
+        elif not isinstance(part, IslandFollower):
+            self._part = self._follower()
+        if part is not None and part is not self._part:
+            part.close()
+        assert self._part is not None
+        self._part.generation_begins(world.generation)
+
+    def _keeper(self, outers: Sequence[Outer]) -> IslandKeeper:
+        outlets = Outlets(
+            reach=lambda report: self._reach(report.address, report.run),
+            tell=self._tell,
+            wake=self._context.wake,
+            log_line=self._log_line,
+            note_round=self._note_round,
+            count_bytes=self._metrics.round_bytes.inc,
+            outage_end_s=self._outage_end_s,
+        )
+        return IslandKeeper(self._place, self._files, self._documents, outlets, outers)
+
+    def _follower(self) -> IslandFollower:
+        outlets = FollowerOutlets(
+            tell=self._context.tell,
+            wake=self._context.wake,
+            log_line=self._log_line,
+            count_bytes=self._metrics.round_bytes.inc,
+        )
+        return IslandFollower(self._options.nproc, self._files, outlets)
+
+    def _tell(self, news: RoundNews) -> None:
+        """Tells this node's workers some news, and those of the island's other nodes."""
+        self._context.tell(news)
+        if self._world is not None and len(self._world.members) > 1:
+            self._unwritten = IslandNews(generation=self._world.generation, news=news)
+            self._write_news()
+
+    def _write_news(self) -> None:
+        """Writes news for the island's other nodes; what the store does not take is written in a
+        later turn."""
+        with suppress(StoreUnavailable):
+            if self._unwritten is not None and self._board.put(self._unwritten):
+                self._unwritten = None
 
     def received(self, rank: int, message: Message | Ended) -> None:
         """Passes on what workers say of the rounds."""
-        self._contained(lambda: self._keeper.received(rank - self._first_rank, message))
+        part = self._part
+        if part is not None:
+            self._contained(lambda: part.received(rank - self._first_rank, message))
 
     def turn(self, view: View, access: AgentAccess) -> None:
         """Does what is to be done of the rounds."""
         self._access = access
-        self._contained(lambda: self._keeper.turn(time.monotonic(), leaves=view.leaving))
+        self._contained(lambda: self._turn(view))
         self._metrics.islands.set(len(self._documents.read().reports))
+
+    def _turn(self, view: View) -> None:
+        world, now_s = view.world, time.monotonic()
+        if world is None or self._part is None:
+            return
+        head = world.members[0]
+        if isinstance(self._part, IslandFollower):
+            self._part.turn(now_s, self._board.read(), self._files_of(head))
+        elif head.node != self._me.node:  # another world is there, which this node has not begun
+            self._part.close()
+            self._part = None
+        else:
+            self._part.turn(now_s, leaves=view.leaving and len(world.members) == 1)
+            self._write_news()
+
+    def _files_of(self, head: Member) -> HttpStorage:
+        """Returns the files of the head."""
+        if self._head is None or self._head[0] != head.address:
+            if self._head is not None:
+                self._head[1].close()
+            self._head = head.address, self._reach(head.address, self._me.run)
+        return self._head[1]
 
     def _note_round(self, history: int, fragment: int, past: Committed) -> None:
         """Notes a committed round in the agent's log and metrics."""
@@ -123,7 +210,8 @@ class IslandExtension(AgentExtension):
         except Exception as error:
             self._has_failed = True
             log.exception("the island's part in the rounds has failed")
-            self._keeper.fail(error)
+            if self._part is not None:
+                self._part.fail(error)
 
     def files(self) -> Mapping[str, Callable[[str], BinaryIO]]:
         """Returns what opens the files of the rounds for other agents."""
@@ -131,5 +219,7 @@ class IslandExtension(AgentExtension):
 
     def close(self, outcome: str | None) -> None:
         """Leaves the rounds."""
-        if not self._has_failed:
-            self._keeper.close()
+        if self._part is not None and not self._has_failed:
+            self._part.close()
+        self._board.close()
+        self._documents.close()

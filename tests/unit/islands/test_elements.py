@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticzero.data.position import MicroBatch
-from elasticzero.islands.elements import Elements, elements_of
+from elasticzero.errors import UserError
+from elasticzero.islands.elements import Elements, RankPlace, elements_of
 from elasticzero.islands.layout import FragmentLayout, fragments_of
 from elasticzero.islands.parameters import Reference, take, write_difference
 from elasticzero.options.settings import TrainingSettings
@@ -77,9 +78,21 @@ def layout_of(strategy: Strategy) -> FragmentLayout:
 
 
 @contextmanager
-def elements(strategy: Strategy, rank: int = 0, ranks: int = 1) -> Iterator[Elements]:
+def elements(
+    strategy: Strategy, rank: int = 0, ranks: int = 1, on_node: int = 0
+) -> Iterator[Elements]:
     with strategy.changing() as state:
-        yield elements_of(state, dict(strategy.model.named_buffers()), ranks, rank)
+        buffers = dict(strategy.model.named_buffers())
+        nodes = max(1, ranks // on_node) if on_node else 1
+        local = on_node or ranks
+        place = RankPlace(
+            world_size=ranks,
+            rank=rank,
+            nodes=nodes,
+            local_world_size=local,
+            local_rank=rank % local,
+        )
+        yield elements_of(state, buffers, place)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -108,6 +121,37 @@ def test_ranks_write_each_element_once(name: str, ranks: int) -> None:
     whole = torch.cat([t.detach().flatten() for t in (*model.parameters(), *model.buffers())])
     assert written == Counter(range(len(whole)))
     assert [values[n] for n in range(len(whole))] == whole.tolist()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
+def test_each_of_several_nodes_writes_all_elements(name: str) -> None:
+    """So each has the whole contribution, and the island's head needs nothing of the others."""
+    written: dict[int, Counter[int]] = {0: Counter(), 1: Counter()}
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            strategy = laid(name, rank, 4)
+            layout = layout_of(strategy)
+            with elements(strategy, rank, 4, on_node=2) as of_rank:
+                for place, _ in layout.places(of_rank.written):
+                    written[rank // 2].update(range(place.start, place.stop))
+        finally:
+            end_groups()
+    assert written[0] == written[1] == Counter(range(layout.offsets[-1]))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("zero3", torch.float32), ("zero1", torch.bfloat16)])
+def test_several_nodes_need_whole_parameters(name: str, dtype: torch.dtype) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        strategy = laid(name, 0, 4, dtype)
+        with (
+            pytest.raises(UserError, match="is divided among the ranks of the island"),
+            elements(strategy, 0, 4, on_node=2),
+        ):
+            pass
+    finally:
+        end_groups()
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticzero.errors import UserError
-from elasticzero.options.diloco import DiLoCo, diloco_of
+from elasticzero.options.diloco import DiLoCo, diloco_of, island_nodes_of
 
 
 def test_names_are_those_of_the_class() -> None:
@@ -35,3 +35,14 @@ def test_what_is_wrong_is_named(text: str, named: str) -> None:
         diloco_of("--diloco", text)
     assert str(caught.value).startswith(f"--diloco {text}: ")
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "nodes"), [(None, None), ("4", (1, 4)), ("2:4", (2, 4))])
+def test_an_island_has_so_many_nodes(text: str | None, nodes: tuple[int, int] | None) -> None:
+    assert island_nodes_of("--island-nodes", text) == nodes
+
+
+@pytest.mark.parametrize("text", ["0", "3:2", "0:2", "two", "", "1:2:3"])
+def test_a_wrong_number_of_nodes_is_named(text: str) -> None:
+    with pytest.raises(UserError, match=f"^--island-nodes {text}: a number of nodes, or MIN:MAX"):
+        island_nodes_of("--island-nodes", text)

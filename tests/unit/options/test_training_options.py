@@ -19,7 +19,7 @@ from elasticzero.cli.main import main, parse
 from elasticzero.errors import ExitCode, UserError
 from elasticzero.ipc.assignment import Assignment, Resume
 from elasticzero.launcher.agent.assignments import assignments
-from elasticzero.launcher.agent.config import agent_options
+from elasticzero.launcher.agent.config import agent_options, on_island
 from elasticzero.launcher.options.table import RUN_OPTIONS, passed_on_arguments
 from elasticzero.launcher.options.validation import parse_common_options
 from elasticzero.launcher.protocol.documents import Member, World
@@ -157,6 +157,8 @@ def test_each_reaches_a_script_without_an_agent(texts: dict[str, str], script: s
 def test_each_reaches_the_workers(texts: dict[str, str], script: str, tmp_path: Path) -> None:
     arguments = [*arguments_of(texts), "--log-dir", str(tmp_path / "logs")]
     options, _ = agent_options(parse(["run", *arguments, script]), (1, 1))
+    if options.is_island:
+        options = on_island(options, "near")
     by_flag = parsed("run", *arguments_of(texts), script)
     world = World(
         generation=1,
@@ -171,7 +173,7 @@ def test_each_reaches_the_workers(texts: dict[str, str], script: str, tmp_path: 
         for field in fields(TrainingSettings):
             if field.name != "checkpoint_dir":  # which the agent resolves
                 assert getattr(assignment, field.name) == getattr(by_flag.training, field.name)
-        island = "/islands/" + options.node if options.is_island else ""
+        island = "/islands/near" if options.is_island else ""
         assert assignment.checkpoint_dir == texts["checkpoint_dir"] + island
 
 

@@ -1,0 +1,253 @@
+"""Follows the rounds on a node of an island whose *head* is another node.
+
+The head is the node of the island's rank 0. It keeps the island in the rounds (`keeper`), and what
+it tells its workers it writes for the other nodes of the island too, which tell theirs the same. So
+all ranks see the same news, in the order of their numbers. Rules:
+ IF1  News counts for the generation that it was written in. It is told to this node's workers once
+      these have their state, and the node has all files that they read then: the outer states, and
+      each contribution that is not settled.
+ IF2  A file that the node lacks, as it came later, is fetched from the head.
+ IF3  A contribution is rounded as the head rounds its own, where `DiLoCo.wire` says so, before the
+      workers learn what has become of it: all nodes of an island have the same bits of it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elasticzero.checkpoint.storage.http import HttpStorage
+from elasticzero.ipc.rounds import (
+    PARTS,
+    IslandAt,
+    IslandProgress,
+    JoinRounds,
+    RoundNews,
+    encoded_name,
+    outer_name,
+    sent_name,
+)
+from elasticzero.launcher.islands.exchange import (
+    Exchange,
+    Exchanged,
+    PrepareSent,
+    TakeSent,
+    ToDo,
+    agreed_in,
+)
+from elasticzero.launcher.islands.files import RoundFiles
+from elasticzero.launcher.islands.news import refusal
+from elasticzero.launcher.islands.news_board import IslandNews
+from elasticzero.launcher.protocol.rounds.documents import Outer
+from elasticzero.launcher.protocol.rounds.island import TakeOuter
+
+HEAD = "head"
+"""Stands for the head where a task names an island."""
+RETRY_S, QUIET_S = 0.5, 10.0
+"""Seconds after which a transfer that has failed is tried again, and for which no line about one
+follows another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerOutlets:
+    """Holds what a follower calls."""
+
+    tell: Callable[[RoundNews], None]
+    """Sends news to this node's workers."""
+    wake: Callable[[], None]
+    """Wakes the agent's loop; called from other threads."""
+    log_line: Callable[[str], None]
+    """Receives lines for people."""
+    count_bytes: Callable[[int], None]
+    """Counts bytes that were fetched; called in another thread."""
+
+
+class IslandFollower:
+    """Tells this node's workers what the head tells its own."""
+
+    def __init__(self, workers: int, files: RoundFiles, outlets: FollowerOutlets) -> None:
+        """Begins before the workers have their state.
+
+        Args:
+            workers: Number of this node's workers.
+            files: The files of this node.
+            outlets: What the follower calls.
+        """
+        self._workers, self._files, self._outlets = workers, files, outlets
+        self._joins: dict[int, JoinRounds] = {}
+        self._at: dict[int, IslandAt] = {}
+        """Newest message of each worker."""
+        self._exchange: Exchange | None = None
+        self._head: HttpStorage | None = None
+        self._generation, self._told = 0, 0
+        self._outers: list[Outer] = []
+        self._read: dict[int, list[tuple[int, str]]] = {}
+        """Round and digest of the outer states that workers may read, by fragment, oldest first."""
+        self._busy: set[ToDo] = set()
+        self._retry_s: dict[ToDo, float] = {}
+        """When a task that has failed may be tried again."""
+        self._ended: queue.SimpleQueue[Exchanged] = queue.SimpleQueue()
+        self._quiet_until_s = 0.0
+
+    @property
+    def outers(self) -> list[Outer]:
+        """Returns the newest outer state of each fragment that this node has for its workers; none
+        before there is news."""
+        return self._outers
+
+    def generation_begins(self, generation: int) -> None:
+        """Notes that workers of another generation begin, which have said nothing yet."""
+        self._generation, self._told = generation, 0
+        self._joins, self._at = {}, {}
+
+    def received(self, rank: int, message: Any) -> None:
+        """Takes in a message of a worker.
+
+        Args:
+            rank: Local rank of the worker.
+            message: The message; all but those of rounds are ignored.
+        """
+        if isinstance(message, JoinRounds):
+            self._joins[rank] = message
+            if self._exchange is None:
+                self._exchange = Exchange(
+                    self._files,
+                    agreed_in(message),
+                    lambda _: self._head,
+                    self._task_ended,
+                    self._outlets.count_bytes,
+                )
+        elif isinstance(message, IslandAt):
+            self._at[rank] = message
+
+    def turn(self, now_s: float, doc: IslandNews | None, head: HttpStorage) -> None:
+        """Does what is to be done now.
+
+        Args:
+            now_s: Present time, on the monotonic clock.
+            doc: What the head has written last.
+            head: The files of the head.
+        """
+        self._head = head
+        while not self._ended.empty():
+            self._take(self._ended.get(), now_s)
+        if len(self._joins) < self._workers:
+            return
+        for contribution in self._unprepared():
+            self._begin(contribution, now_s)
+        if doc is None or doc.generation != self._generation or doc.news.version <= self._told:
+            return
+        lacking = [] if doc.news.refused else [*self._lacking(doc.news)]
+        for task in lacking:
+            self._begin(task, now_s)
+        if lacking or self._busy:
+            return
+        self._told = doc.news.version
+        self._outers = [Outer(round=f.round, digest=f.digest) for f in doc.news.fragments]
+        for number, fragment in enumerate(doc.news.fragments):
+            self._read.setdefault(number, []).append((fragment.round, fragment.digest))
+        self._outlets.tell(doc.news)
+        self._clean(doc.news)
+
+    def _progress(self) -> IslandProgress:
+        """Returns how far this node's workers are, by what all of them have said."""
+        whole = len(self._at) == self._workers
+        messages = [*self._at.values()] if whole else [*self._joins.values()]
+        return min((m.progress for m in messages), key=_order)
+
+    def _unprepared(self) -> Iterator[PrepareSent]:
+        """Yields the contributions that are to be rounded, and are not (IF3)."""
+        progress = self._progress()
+        for number, part in enumerate(progress.fragments):
+            if part.sent is None:
+                continue
+            name = sent_name(number, progress.incarnation, part.sent.number)
+            if self._is_lossy(number) and self._has(name) and not self._has(encoded_name(name)):
+                yield PrepareSent(
+                    fragment=number, incarnation=progress.incarnation, number=part.sent.number
+                )
+
+    def _lacking(self, news: RoundNews) -> Iterator[ToDo]:
+        """Yields what brings the files that workers read with some news (IF1)."""
+        for number, fragment in enumerate(news.fragments):
+            yield from self._lacking_outer(number, fragment.round, fragment.digest)
+        progress = self._progress()
+        if progress.incarnation != news.incarnation:
+            return
+        for number, part in enumerate(progress.fragments):
+            yield from self._lacking_outer(number, part.base, part.digest)
+            if part.sent is not None:
+                name = sent_name(number, news.incarnation, part.sent.number)
+                if not self._has(name):
+                    yield TakeSent(
+                        fragment=number, incarnation=news.incarnation, number=part.sent.number
+                    )
+
+    def _lacking_outer(self, number: int, round: int, digest: str) -> Iterator[TakeOuter]:
+        if not all(self._has(outer_name(number, round, digest, part)) for part in PARTS):
+            outer = Outer(round=round, digest=digest)
+            yield TakeOuter(fragment=number, outer=outer, sources=(HEAD,))
+
+    def _is_lossy(self, number: int) -> bool:
+        wire = agreed_in(self._joins[0]).wires[number]
+        return wire.is_lossy and wire.nbytes > 0
+
+    def _has(self, name: str) -> bool:
+        return self._files.path(name).exists()
+
+    def _begin(self, task: ToDo, now_s: float) -> None:
+        if task not in self._busy and now_s >= self._retry_s.get(task, 0.0):
+            assert self._exchange is not None
+            self._busy.add(task)
+            self._exchange.begin(task)
+
+    def _task_ended(self, outcome: Exchanged) -> None:
+        self._ended.put(outcome)
+        self._outlets.wake()
+
+    def _take(self, outcome: Exchanged, now_s: float) -> None:
+        self._busy.discard(outcome.task)
+        self._retry_s.pop(outcome.task, None)
+        if not outcome.error:
+            return
+        self._retry_s[outcome.task] = now_s + RETRY_S
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + QUIET_S
+            self._outlets.log_line(f"following the island's rounds: {outcome.error}; trying again")
+
+    def _clean(self, news: RoundNews) -> None:
+        """Removes files that this node's workers do not read any more."""
+        progress, names = self._progress(), set[str]()
+        for number, part in enumerate(progress.fragments):
+            taken, read = (part.base, part.digest), self._read.setdefault(number, [])
+            self._read[number] = read[read.index(taken) :] if taken in read else [taken, *read]
+        for number, outers in self._read.items():
+            names |= {outer_name(number, *outer, part) for outer in outers for part in PARTS}
+        for number in self._read:
+            parts = progress.fragments[number : number + 1]
+            newest = {(progress.incarnation, part.number) for part in parts} | {
+                (news.incarnation, 0)
+            }
+            for incarnation, at in newest:
+                sent = [sent_name(number, incarnation, n) for n in (at, at + 1)]
+                names |= {*sent, *map(encoded_name, sent)}
+        self._files.keep_only(names)
+
+    def fail(self, error: Exception) -> None:
+        """Ends this node's workers, as something has failed that must not."""
+        self.close()
+        why = f"the agent of this node has failed ({type(error).__name__}); its log has more"
+        # All ranks look at the same number: so that of the newest that these workers have.
+        self._outlets.tell(refusal(max(1, self._told), f"the island cannot go on: {why}"))
+
+    def close(self) -> None:
+        """Ends the transfers."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+
+def _order(progress: IslandProgress) -> tuple[int, ...]:
+    """Returns by what it is seen which of two workers is behind."""
+    return (progress.claim, progress.upto, *(part.number for part in progress.fragments))

@@ -1,0 +1,131 @@
+"""Islands of several nodes: one node keeps each in the rounds, and the others follow it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticzero.launcher.islands.places import PREFIX
+from elasticzero.launcher.store.api import job_prefix
+from elasticzero.launcher.store.etcd.server import EtcdServer
+from elasticzero.launcher.store.etcd.store import EtcdStore
+from tests.integration.clusters import Story
+from tests.integration.test_islands import (
+    check_as_of_one_process,
+    check_each_sample_counts_once,
+    job,
+    rounds_of,
+    used_by,
+    weights_of,
+)
+from tests.support.cases import slow
+
+TWO_NODES = ("--island-nodes", "2")
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+def islands_in(told: Story) -> dict[tuple[str, ...], int]:
+    """The nodes of each island's newest world, in the order of their ranks, and its generation."""
+    newest: dict[frozenset[str], tuple[int, tuple[str, ...]]] = {}
+    for node, event in told.told:
+        if event["event"] == "world" and node in event["members"]:
+            members = tuple(event["members"])
+            for key in [*newest]:
+                if key & {*members} and newest[key][0] < event["generation"]:
+                    del newest[key]
+            if not any(key & {*members} for key in newest):
+                newest[frozenset(members)] = event["generation"], members
+    return {members: generation for generation, members in newest.values()}
+
+
+def places_of(told: Story, etcd: EtcdServer) -> set[str]:
+    """The nodes that have a place on an island."""
+    with EtcdStore([etcd.endpoint], job_prefix(told.cluster.job)) as store:
+        return {entry.value.decode() for entry in store.read(PREFIX).entries.values()}
+
+
+@pytest.mark.parametrize(
+    ("inner", "workers"), [("ddp", 1), slow("zero2", 2), slow("zero1", 1), slow("ddp", 2)]
+)
+def test_two_islands_of_two_nodes_are_one_process(
+    inner: str, workers: int, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    diloco = f"every=1,outer-lr=1,outer-momentum=0,wait=60,inner={inner}"
+    arguments = ("--model", "regress", "--samples", "240", "--lr", "0.05", "--pause", "0")
+    name = f"spread-{inner}-{workers}"
+    with job(
+        tmp_path, etcd, name, diloco, *arguments, nodes=4, workers=workers, options=TWO_NODES
+    ) as told:
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        assert sorted(map(sorted, islands_in(told))) in (
+            [["node-0", "node-1"], ["node-2", "node-3"]],
+            [["node-0", "node-2"], ["node-1", "node-3"]],
+            [["node-0", "node-3"], ["node-1", "node-2"]],
+        )
+        check_as_of_one_process(weights_of(told), 4)
+
+
+@pytest.mark.parametrize(
+    "diloco",
+    [slow("every=4,wire=int8"), slow("every=6,fragments=2,overlap=2"), "every=4,wire=bf16"],
+)
+def test_nodes_of_an_island_have_the_same_bits(
+    diloco: str, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """`--verify-replicas` ends the job where they have not."""
+    options = (*TWO_NODES, "--verify-replicas", "1")
+    arguments = ("--model", "regress", "--lr", "0.01", "--ballast", "20000")
+    name = f"bits-{abs(hash(diloco))}"
+    with job(tmp_path, etcd, name, diloco, *arguments, nodes=4, options=options) as told:
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        heads = [members[0] for members in islands_in(told)]
+        used = Counter(i for n in heads for batch in used_by(told, n) for i in batch)
+        assert used == Counter(range(960))
+        assert rounds_of(told, etcd).samples == 960
+        assert len({tuple(flat) for flat in weights_of(told).values()}) == 1
+
+
+@pytest.mark.parametrize("role", ["head", "follower"])
+@pytest.mark.parametrize("fault", ["kill", slow("kill a worker"), slow("leave")])
+def test_an_island_goes_on_when_it_loses_a_node(
+    fault: str, role: str, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """A node that comes then takes the free place."""
+    diloco = "every=5,outer-lr=1,outer-momentum=0"
+    name = f"spread-{fault}-{role}".replace(" ", "-")
+    with job(tmp_path, etcd, name, diloco, "--samples", "4800", nodes=4, options=TWO_NODES) as told:
+        nodes = [*told.cluster.nodes]
+        told.wait("steps of all", lambda: all(len(used_by(told, n)) > 20 for n in nodes))
+        island = next(members for members in islands_in(told) if "node-1" in members)
+        victim = island[0 if role == "head" else 1]
+        node = told.cluster.nodes[victim]
+        survivors = [n for n in nodes if n != victim]
+        if fault == "kill":
+            told.cluster.kill_node(node)
+        elif fault == "leave":
+            told.cluster.drain(node)
+        else:
+            told.cluster.kill_worker(node)
+            survivors = nodes
+        before = {n: len(used_by(told, n)) for n in survivors}
+        told.wait("steps", lambda: all(len(used_by(told, n)) > before[n] + 5 for n in survivors))
+        if fault != "kill a worker":
+            told.wait("the free place", lambda: victim not in places_of(told, etcd))
+            with told.slowed(0.5):
+                told.cluster.start_node()
+                told.wait("its steps", lambda: len(used_by(told, "node-4")) > 2)
+            partners = [members for members in islands_in(told) if "node-4" in members]
+            assert {*partners[0]} == {"node-4", *island} - {victim}
+        codes = told.wait_for_end()
+        assert all(code == 0 for n, code in codes.items() if n != victim), told.logs()
+        check_each_sample_counts_once(told, etcd, 4800, survivors)
