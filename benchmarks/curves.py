@@ -61,6 +61,6 @@ def curves_picture(curves: Sequence[Curve], *, across: str, up: str) -> str:
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in (at(*point) for point in curve.points))
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         y = TOP + 16 + 20 * index
-        parts.append(f'<path d="M{WIDTH - 250} {y - 4}h24" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{WIDTH - 220}" y="{y}">{curve.name}</text>')
+        parts.append(f'<path d="M{WIDTH - 280} {y - 4}h24" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{WIDTH - 250}" y="{y}">{curve.name}</text>')
     return "\n".join([*parts, "</svg>", ""])

@@ -19,8 +19,8 @@ class IslandLines:
     """Follows the islands of one job."""
 
     def __init__(self) -> None:
-        self._generations: dict[str, int] = {}
-        """Newest generation of each island."""
+        self._worlds: dict[frozenset[str], int] = {}
+        """The nodes of each island, with its newest generation."""
         self._rounds: dict[tuple[int, int], int] = {}
         """Newest round of each history and fragment."""
         self._samples: dict[tuple[int, int], int] = {}
@@ -35,11 +35,8 @@ class IslandLines:
             event: The event.
         """
         match event["event"]:
-            case "world" if event["generation"] > self._generations.get(node, 0):
-                again = node in self._generations
-                self._generations[node] = event["generation"]
-                if again:
-                    yield f"island {node}: its workers start anew ({event['reason']})"
+            case "world" if node in event["members"]:
+                yield from self._world(frozenset(event["members"]), event)
             case "averaged" if event["round"] > self._rounds.get(_place(event), 0):
                 place = _place(event)
                 self._rounds[place] = event["round"]
@@ -49,12 +46,30 @@ class IslandLines:
                     self._shown_s = event["time"]
                     yield f"  round {event['round']}: {contributors_text(event['contributors'])}"
 
+    def _world(self, nodes: frozenset[str], event: Mapping[str, Any]) -> Iterator[str]:
+        """Yields a line where workers of an island start anew, which each of its nodes says.
+
+        Args:
+            nodes: The nodes of its world.
+            event: The event.
+        """
+        of_before = [of_island for of_island in self._worlds if of_island & nodes]
+        newest = max((self._worlds[of_island] for of_island in of_before), default=0)
+        if event["generation"] <= newest:
+            return
+        for of_island in of_before:
+            del self._worlds[of_island]
+        self._worlds[nodes] = event["generation"]
+        if of_before:
+            names = " and ".join(sorted(nodes))
+            yield f"the island of {names}: its workers start anew ({event['reason']})"
+
     def end(self) -> str:
         """Returns what the islands have done, as a part of a sentence."""
         last = max((fragment for _, fragment in self._rounds), default=0)
         samples = sum(count for (_, f), count in self._samples.items() if f == last)
         rounds = count_text(sum(n for (_, f), n in self._rounds.items() if f == last), "round")
-        islands = count_text(len(self._generations), "island")
+        islands = count_text(len(self._worlds), "island")
         return f"{rounds} of {islands}, which have {samples:,} samples"
 
 

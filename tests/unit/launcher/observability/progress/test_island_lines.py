@@ -21,8 +21,14 @@ def averaged(at_s: float, number: int, *samples: int, fragment: int = 0) -> dict
     }
 
 
-def world(generation: int, reason: str = "a worker died") -> dict[str, Any]:
-    return {"event": "world", "time": 0.0, "generation": generation, "reason": reason}
+def world(generation: int, *members: str, reason: str = "a worker died") -> dict[str, Any]:
+    return {
+        "event": "world",
+        "time": 0.0,
+        "generation": generation,
+        "members": list(members),
+        "reason": reason,
+    }
 
 
 def test_a_round_is_said_once_whichever_islands_write_it() -> None:
@@ -48,9 +54,20 @@ def test_rounds_that_follow_quickly_are_counted_and_not_said() -> None:
 
 def test_an_island_whose_workers_start_anew_is_named() -> None:
     lines = IslandLines()
-    assert [*lines.lines("node-0", world(1))] == []
-    assert [*lines.lines("node-1", world(1))] == []
-    assert [*lines.lines("node-1", world(2))] == [
-        "island node-1: its workers start anew (a worker died)"
+    assert [*lines.lines("node-0", world(1, "node-0"))] == []
+    assert [*lines.lines("node-1", world(1, "node-1"))] == []
+    assert [*lines.lines("node-1", world(2, "node-1"))] == [
+        "the island of node-1: its workers start anew (a worker died)"
     ]
+    assert lines.end() == "0 rounds of 2 islands, which have 0 samples"
+
+
+def test_the_nodes_of_an_island_say_the_same_once() -> None:
+    lines = IslandLines()
+    for node in ("a", "b"):
+        assert [*lines.lines(node, world(1, "a", "b"))] == []
+    assert [*lines.lines("c", world(1, "c"))] == []
+    told = [line for n in ("b", "d") for line in lines.lines(n, world(2, "b", "d"))]
+    assert told == ["the island of b and d: its workers start anew (a worker died)"]
+    assert [*lines.lines("a", world(2, "b", "d"))] == [], "it is set aside"
     assert lines.end() == "0 rounds of 2 islands, which have 0 samples"
