@@ -82,6 +82,10 @@ class IslandProgress:
     """Samples with which rounds would go on that begin with this state."""
 
 
+NONE = IslandProgress(fragments=())
+"""That of an island that has begun nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentShape:
     """Describes the elements of one fragment, which lie end to end."""

@@ -54,7 +54,7 @@ def elements_of(state: RankState, buffers: Mapping[str, Tensor], place: RankPlac
         place: Which rank this is.
 
     Raises:
-        UserError: The island has several nodes, and no rank of them has the whole model.
+        UserError: The island has several nodes, and this rank has not all of a parameter.
     """
     state.add_even({MODEL + name: buffer for name, buffer in buffers.items()})
     if place.nodes == 1:

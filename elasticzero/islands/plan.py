@@ -11,10 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from elasticzero.data.position import DataPosition, GlobalBatch
 from elasticzero.data.sampling import BatchPlan
-from elasticzero.ipc.rounds import GivenSamples, IslandProgress
+from elasticzero.ipc.rounds import NONE, GivenSamples
 from elasticzero.islands.progress import after_step
-
-NONE = IslandProgress(fragments=())
 
 
 class ClaimTable:

@@ -181,6 +181,12 @@ def agent_options(
         nodes = parsed.agent["island_nodes"] or ((1, nodes[1]) if island else (1, 1))
         # The ranks of an island learn of its samples together, so that none can come in between.
         policy = {**parsed.policy, "strategy": diloco.inner, "changes_inside": "off"}
+        if diloco.inner == "zero3" and nodes[1] > 1:
+            raise UserError(
+                "--diloco inner=zero3 divides parameters, and of an island of several nodes all "
+                "ranks must have whole ones: take another inner strategy, or leave out "
+                f"{'--island-nodes' if args.island_nodes else '--island'}"
+            )
         parsed = replace(parsed, policy=policy)
         training = replace(training, diloco=diloco)
     options = AgentOptions(

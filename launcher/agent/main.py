@@ -31,13 +31,13 @@ from elasticzero.launcher.agent.etcd_hosting import (
     wait_for_others,
 )
 from elasticzero.launcher.agent.extensions.base import ExtensionFactory
-from elasticzero.launcher.agent.extensions.island import IslandExtension, IslandStores
+from elasticzero.launcher.agent.extensions.island import IslandExtension, IslandInEtcd
 from elasticzero.launcher.agent.node_claim import listen_on_free_port
 from elasticzero.launcher.agent.status import Instruments, LoopPulse
 from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
 from elasticzero.launcher.islands.adoption import adopt_checkpoint, one_node_at_a_time
 from elasticzero.launcher.islands.documents import forget_past_rounds
-from elasticzero.launcher.islands.places import take_place
+from elasticzero.launcher.islands.places import Place
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.job_status import page_address
@@ -178,9 +178,11 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         shared.renew_leases_while(pulse.turns)
         stack.callback(shared.close)
         display.show(f"waiting for etcd at {','.join(endpoints)}")
-        store = shared
+        store, place = shared, None
         if options.is_island:
-            options = _at_island(options, shared, endpoints, stack)
+            options, place = _at_island(options, shared, endpoints)
+            if place is not None:
+                stack.callback(place.close)
             store = open_store(job_prefix(options.job_of_island))
             store.renew_leases_while(pulse.turns)
             stack.callback(store.close)
@@ -201,11 +203,9 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         if coordination.storage_error is None and not has_begun:
             display.show("waiting for the checkpoint directory")
             _claim_checkpoints(options, endpoints, coordination.access)
-            if options.is_island and (saves := options.training.checkpoint_dir) is not None:
+            if options.is_island:
                 display.show("looking for checkpoints of other islands")
-                with one_node_at_a_time(store, options.node, int(policy.lease_ttl_s)):
-                    whole = saves.removesuffix(f"/{FOLDER}/{options.island}")
-                    adopt_checkpoint(whole, str(options.island), options.nproc, log_line)
+                _retry_store(partial(_adopt_checkpoint, store, options), options)
         agree = partial(agree_on_token, node_token=coordination.token, tls=coordination.tls.mode)
         record = None
         if options.is_island:  # all islands have one token
@@ -252,9 +252,9 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         instruments = Instruments(metrics=metrics, pulse=pulse, progress=display)
         extensions = [*launching.extensions]
         if options.is_island:
-            stores = IslandStores(job=shared, island=store)
+            in_etcd = IslandInEtcd(job=shared, island=store, place=place)
             islands = coordination.islands
-            extensions.append(partial(IslandExtension, stores=stores, me=me, islands=islands))
+            extensions.append(partial(IslandExtension, in_etcd=in_etcd, me=me, islands=islands))
         agent = Agent(options, run, membership, instruments, agreed, extensions)
         stack.enter_context(
             AgentServer(
@@ -319,23 +319,34 @@ def _at_host(options: AgentOptions, host: str) -> tuple[AgentOptions, str]:
 
 
 def _at_island(
-    options: AgentOptions, shared: Store, endpoints: Sequence[str], stack: ExitStack
-) -> AgentOptions:
-    """Returns the options of a node that has a place on an island.
+    options: AgentOptions, shared: Store, endpoints: Sequence[str]
+) -> tuple[AgentOptions, Place | None]:
+    """Returns the options of a node that is of an island, and its place there; None: it needs none.
 
     Args:
         options: Options of the node.
         shared: The part of etcd that all islands of the job share.
         endpoints: Endpoints of etcd, for messages.
-        stack: Gives the place back at the end.
     """
-    policy, island = options.policy, options.island
-    if island is None and policy.max_nodes > 1:
-        take = partial(take_place, shared, options.node, policy.max_nodes, int(policy.lease_ttl_s))
-        island, lease = _first_answer(take, options, endpoints)
-        stack.callback(lease.close, revoke=True)
-        log_for_node(options.node, f"this node is of {island}")
-    return on_island(options, island or options.node)
+    policy, place = options.policy, None
+    if options.island is None and policy.max_nodes > 1:
+        take = partial(Place, shared, options.node, policy.max_nodes, int(policy.lease_ttl_s))
+        place = _first_answer(take, options, endpoints)
+        log_for_node(options.node, f"this node is of {place.island}")
+    return on_island(options, place.island if place else options.island or options.node), place
+
+
+def _adopt_checkpoint(store: Store, options: AgentOptions) -> None:
+    """Has the island begin with the checkpoint of another one, where it has not begun, and has
+    none."""
+    saves, island = options.training.checkpoint_dir, str(options.island)
+
+    def adopt() -> None:
+        if saves is not None and not _has_begun(store):
+            whole, log_line = saves.removesuffix(f"/{FOLDER}/{island}"), log_for_node
+            adopt_checkpoint(whole, island, options.nproc, partial(log_line, options.node))
+
+    one_node_at_a_time(store, options.node, int(options.policy.lease_ttl_s), adopt)
 
 
 def _retry_store(

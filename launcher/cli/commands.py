@@ -184,7 +184,7 @@ def _run_agent(args: argparse.Namespace, extensions: Extensions) -> int:
         storage_error=resolved.storage_error,
         hosted=rendezvous.hosted,
         node_rank=rendezvous.node_rank if least == most and not options.is_island else None,
-        islands=1 if options.island else -(-least // options.policy.max_nodes),
+        islands=-(-least // options.policy.max_nodes),
     )
     names = tuple(name.strip() for name in (args.http_names or "").split(",") if name.strip())
     host = without_brackets(args.host) if args.host else None

@@ -22,6 +22,7 @@ from elasticzero.launcher.store.api import (
     LeaseLost,
     PrefixState,
     Store,
+    is_before,
     unchanged,
 )
 from elasticzero.serialization import RecordError, decode, parse_json
@@ -90,6 +91,9 @@ class RoundDocuments:
         """Document of each key, with the revision at which it was written."""
         self._lease: Lease | None = None
         self._written: bytes | None = None
+        """Report that was written last, under the present lease."""
+        self._written_at = 0, 0
+        """History and revision of that write."""
         self._watch = store.watch(PREFIX, self._take)
 
     def _take(self, state: PrefixState) -> None:
@@ -142,12 +146,15 @@ class RoundDocuments:
         if self._lease is None or self._lease.lost:
             self._lease, self._written = self._store.lease(self._ttl_s), None
         data = to_bytes(report)
-        entry = self._entries().get(self._key)
-        is_there = entry is not None and entry.value == data
-        if data == self._written and (is_there or entry is None):
+        with self._lock:
+            state = self._newest
+        entry = None if state is None else state.entries.get(self._key)
+        is_unseen = state is None or is_before(state, self._written_at)
+        if data == self._written and (is_unseen or (entry is not None and entry.value == data)):
             return
         try:
-            self._store.write({self._key: data}, lease=self._lease)
+            revision = self._store.write({self._key: data}, lease=self._lease)
+            self._written_at = 0 if state is None else state.history, revision or 0
             self._written = data
         except LeaseLost:
             self._lease = None

@@ -29,6 +29,8 @@ from elasticzero.launcher.protocol.rounds.island import SumUp, TakeOuter, TakeSu
 
 PIECE_BYTES = 4 << 20
 """Bytes of a file that are fetched at a time."""
+HEAD = ""
+"""Stands for the head of this island where a task names an island; no island has this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +114,8 @@ class Exchange:
         Args:
             files: The files of this node.
             agreed: What the islands have in common.
-            open_source: Returns the files of another island's agent, by the island's name; None:
-                it is this one, or is gone.
+            open_source: Returns the files of another agent, by the name of its island, or `HEAD`;
+                None: it is this one, or is gone.
             on_end: Called by the threads with the outcome of each task.
             count_bytes: Called by a thread with the bytes that have come from another island.
         """
@@ -121,7 +123,7 @@ class Exchange:
         self._wires, self._optimizer = agreed.wires, agreed.optimizer
         self._open_source = open_source
         self._on_end, self._count_bytes = on_end, count_bytes
-        self._transfers, self._digests = _Tasks(), _Tasks()
+        self._transfers, self._digests, self._is_closed = _Tasks(), _Tasks(), False
         self._threads = [
             threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True)
             for tasks, name in (
@@ -144,13 +146,14 @@ class Exchange:
 
     def close(self) -> None:
         """Ends the threads after their present tasks, for which it does not wait long."""
+        self._is_closed = True
         for tasks in (self._transfers, self._digests):
             tasks.put(None)
         for thread in self._threads:
             thread.join(1.0)
 
     def _work(self, tasks: _Tasks) -> None:
-        while (item := tasks.get()) is not None:
+        while (item := tasks.get()) is not None and not self._is_closed:
             task, digests = item
             try:
                 outcome = self._do(task, digests)
@@ -229,6 +232,8 @@ class Exchange:
         for name in names:
             self._fetch(task.sources, name, size_of(self._wires[number].shape), None)
         if self._files.digest(*names) != outer.digest:
+            for name in names:  # what is there counts as whole
+                self._files.remove(name)
             raise StorageError(f"the outer state of round {outer.round} came with other bytes")
         return Exchanged(task=task)
 
@@ -237,7 +242,7 @@ class Exchange:
         name = sent_name(task.fragment, task.incarnation, task.number)
         wire = self._wires[task.fragment]
         fetched = _file_of(name, wire)
-        self._fetch(("",), fetched, wire.nbytes, None)
+        self._fetch((HEAD,), fetched, wire.nbytes, None)
         if fetched != name:
             data = self._files.data(fetched, wire.nbytes)
             with self._files.making(name, size_of(wire.shape)) as values:

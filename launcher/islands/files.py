@@ -7,6 +7,7 @@ until then. Workers write contributions, and read outer parameters; other agents
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -24,6 +25,8 @@ from elasticzero.ipc.rounds import FragmentShape
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
 _UNFINISHED = ".unfinished"
+_NUMBERS = itertools.count()
+"""Numbers files that are being made: of one name there may be several."""
 _READ_BYTES = 16 << 20
 
 
@@ -80,7 +83,7 @@ class RoundFiles:
             name: Name of the file.
             nbytes: Its size.
         """
-        unfinished = self.path(name + _UNFINISHED)
+        unfinished = self.path(f"{name}.{next(_NUMBERS)}{_UNFINISHED}")
         try:
             with open(unfinished, "wb") as file:
                 if nbytes:  # memory that is not there must be an error, and no signal
@@ -108,6 +111,12 @@ class RoundFiles:
                 self._opened_s.pop(path.name, None)
                 with suppress(FileNotFoundError):
                     path.unlink()
+
+    def remove(self, beginning: str) -> None:
+        """Removes all files whose names begin so, but those that are being made."""
+        for path in self.root.iterdir():
+            if path.name.startswith(beginning) and not path.name.endswith(_UNFINISHED):
+                path.unlink(missing_ok=True)
 
     def digest(self, *names: str) -> str:
         """Returns the digest of the bytes of files, one after the other."""

@@ -5,8 +5,9 @@ it tells its workers it writes for the other nodes of the island too, which tell
 all ranks see the same news, in the order of their numbers. Rules:
  IF1  News counts for the generation that it was written in. It is told to this node's workers once
       these have their state, and the node has all files that they read then: the outer states, and
-      each contribution that is not settled.
- IF2  A file that the node lacks, as it came later, is fetched from the head.
+      each contribution that is not settled. Older news is passed over where files are lacking.
+ IF2  A file that the node lacks, as it came later, is fetched from the head. So is each contribution
+      of an earlier generation, for workers that died may have left a part of it.
  IF3  A contribution is rounded as the head rounds its own, where `DiLoCo.wire` says so, before the
       workers learn what has become of it: all nodes of an island have the same bits of it.
 """
@@ -14,15 +15,16 @@ all ranks see the same news, in the order of their numbers. Rules:
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.ipc.rounds import (
+    NONE,
     PARTS,
     IslandAt,
-    IslandProgress,
     JoinRounds,
     RoundNews,
     encoded_name,
@@ -30,6 +32,7 @@ from elasticzero.ipc.rounds import (
     sent_name,
 )
 from elasticzero.launcher.islands.exchange import (
+    HEAD,
     Exchange,
     Exchanged,
     PrepareSent,
@@ -38,16 +41,11 @@ from elasticzero.launcher.islands.exchange import (
     agreed_in,
 )
 from elasticzero.launcher.islands.files import RoundFiles
+from elasticzero.launcher.islands.keeper import QUIET_S, RETRY_S, Begun
 from elasticzero.launcher.islands.news import refusal
 from elasticzero.launcher.islands.news_board import IslandNews
 from elasticzero.launcher.protocol.rounds.documents import Outer
 from elasticzero.launcher.protocol.rounds.island import TakeOuter
-
-HEAD = "head"
-"""Stands for the head where a task names an island."""
-RETRY_S, QUIET_S = 0.5, 10.0
-"""Seconds after which a transfer that has failed is tried again, and for which no line about one
-follows another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +75,16 @@ class IslandFollower:
         """
         self._workers, self._files, self._outlets = workers, files, outlets
         self._joins: dict[int, JoinRounds] = {}
-        self._at: dict[int, IslandAt] = {}
-        """Newest message of each worker."""
+        self._at: dict[int, deque[IslandAt]] = {}
+        """Messages of each worker that others have not sent yet."""
+        self._progress = NONE
+        """How far this node's workers are, by what all of them have said."""
+        self._has_old_files = True
+        """True until contributions of earlier generations are removed."""
         self._exchange: Exchange | None = None
         self._head: HttpStorage | None = None
-        self._generation, self._told = 0, 0
-        self._outers: list[Outer] = []
+        self._place, self._told = (0, 0), 0
+        self._begun: Begun | None = None
         self._read: dict[int, list[tuple[int, str]]] = {}
         """Round and digest of the outer states that workers may read, by fragment, oldest first."""
         self._busy: set[ToDo] = set()
@@ -92,14 +94,17 @@ class IslandFollower:
         self._quiet_until_s = 0.0
 
     @property
-    def outers(self) -> list[Outer]:
-        """Returns the newest outer state of each fragment that this node has for its workers; none
-        before there is news."""
-        return self._outers
+    def begun(self) -> Begun | None:
+        """Returns what this node knows of the rounds; None: nothing."""
+        return self._begun
 
-    def generation_begins(self, generation: int) -> None:
-        """Notes that workers of another generation begin, which have said nothing yet."""
-        self._generation, self._told = generation, 0
+    def generation_begins(self, place: tuple[int, int]) -> None:
+        """Notes that workers of another generation begin, which have said nothing yet.
+
+        Args:
+            place: The run and the generation.
+        """
+        self._place, self._told, self._has_old_files = place, 0, True
         self._joins, self._at = {}, {}
 
     def received(self, rank: int, message: Any) -> None:
@@ -111,6 +116,7 @@ class IslandFollower:
         """
         if isinstance(message, JoinRounds):
             self._joins[rank] = message
+            self._progress = message.progress
             if self._exchange is None:
                 self._exchange = Exchange(
                     self._files,
@@ -120,7 +126,10 @@ class IslandFollower:
                     self._outlets.count_bytes,
                 )
         elif isinstance(message, IslandAt):
-            self._at[rank] = message
+            self._at.setdefault(rank, deque()).append(message)
+            while len(self._at) == self._workers and all(self._at.values()):
+                first = [waiting.popleft() for waiting in self._at.values()]
+                self._progress = first[0].progress
 
     def turn(self, now_s: float, doc: IslandNews | None, head: HttpStorage) -> None:
         """Does what is to be done now.
@@ -133,33 +142,51 @@ class IslandFollower:
         self._head = head
         while not self._ended.empty():
             self._take(self._ended.get(), now_s)
-        if len(self._joins) < self._workers:
+        if len(self._joins) < self._workers or (self._has_old_files and self._busy):
             return
+        if self._has_old_files:
+            self._files.remove("sent-")
+            self._has_old_files = False
         for contribution in self._unprepared():
             self._begin(contribution, now_s)
-        if doc is None or doc.generation != self._generation or doc.news.version <= self._told:
-            return
-        lacking = [] if doc.news.refused else [*self._lacking(doc.news)]
-        for task in lacking:
-            self._begin(task, now_s)
-        if lacking or self._busy:
-            return
-        self._told = doc.news.version
-        self._outers = [Outer(round=f.round, digest=f.digest) for f in doc.news.fragments]
-        for number, fragment in enumerate(doc.news.fragments):
-            self._read.setdefault(number, []).append((fragment.round, fragment.digest))
-        self._outlets.tell(doc.news)
-        self._clean(doc.news)
+        if doc is not None and doc.place == self._place:
+            self._follow([news for news in doc.recent if news.version > self._told], now_s)
 
-    def _progress(self) -> IslandProgress:
-        """Returns how far this node's workers are, by what all of them have said."""
-        whole = len(self._at) == self._workers
-        messages = [*self._at.values()] if whole else [*self._joins.values()]
-        return min((m.progress for m in messages), key=_order)
+    def _follow(self, newer: Sequence[RoundNews], now_s: float) -> None:
+        """Tells what can be told of some news, and has fetched what the newest needs."""
+        for news in newer:
+            if self._is_early(news):
+                return
+            lacking = [] if news.refused else [*self._lacking(news)]
+            if news is newer[-1]:
+                for task in lacking:
+                    self._begin(task, now_s)
+            if not lacking and not self._busy:
+                self._tell(news)
+                if news is newer[-1]:
+                    self._clean(news)
+
+    def _tell(self, news: RoundNews) -> None:
+        self._told = news.version
+        outers = [Outer(round=f.round, digest=f.digest) for f in news.fragments]
+        if not news.refused:
+            self._begun = Begun(outers=outers, left=news.left)
+        for number, outer in enumerate(outers):
+            self._read.setdefault(number, []).append((outer.round, outer.digest))
+        self._outlets.tell(news)
+
+    def _is_early(self, news: RoundNews) -> bool:
+        """Returns whether news settles a contribution that this node's workers have not all told
+        of, which they are about to: it may have to be rounded (IF3)."""
+        progress = self._progress
+        return progress.incarnation == news.incarnation and any(
+            fragment.settled > part.number
+            for fragment, part in zip(news.fragments, progress.fragments, strict=True)
+        )
 
     def _unprepared(self) -> Iterator[PrepareSent]:
         """Yields the contributions that are to be rounded, and are not (IF3)."""
-        progress = self._progress()
+        progress = self._progress
         for number, part in enumerate(progress.fragments):
             if part.sent is None:
                 continue
@@ -173,7 +200,7 @@ class IslandFollower:
         """Yields what brings the files that workers read with some news (IF1)."""
         for number, fragment in enumerate(news.fragments):
             yield from self._lacking_outer(number, fragment.round, fragment.digest)
-        progress = self._progress()
+        progress = self._progress
         if progress.incarnation != news.incarnation:
             return
         for number, part in enumerate(progress.fragments):
@@ -219,7 +246,7 @@ class IslandFollower:
 
     def _clean(self, news: RoundNews) -> None:
         """Removes files that this node's workers do not read any more."""
-        progress, names = self._progress(), set[str]()
+        progress, names = self._progress, set[str]()
         for number, part in enumerate(progress.fragments):
             taken, read = (part.base, part.digest), self._read.setdefault(number, [])
             self._read[number] = read[read.index(taken) :] if taken in read else [taken, *read]
@@ -246,8 +273,3 @@ class IslandFollower:
         """Ends the transfers."""
         if self._exchange is not None:
             self._exchange.close()
-
-
-def _order(progress: IslandProgress) -> tuple[int, ...]:
-    """Returns by what it is seen which of two workers is behind."""
-    return (progress.claim, progress.upto, *(part.number for part in progress.fragments))

@@ -106,6 +106,16 @@ class Outlets:
     """Returns when the store last came back, on the monotonic clock."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """Holds what a node knows of rounds that its island takes part in, with the files at hand."""
+
+    outers: Sequence[Outer]
+    """The newest outer state of each fragment that its workers were told of."""
+    left: SamplesLeft
+    """Samples with which rounds would go on that begin with these."""
+
+
 @dataclass
 class _Fragment:
     """Holds what the island has of one fragment."""
@@ -130,7 +140,7 @@ class IslandKeeper:
         files: RoundFiles,
         documents: RoundDocuments,
         outlets: Outlets,
-        outers: Sequence[Outer] = (),
+        begun: Begun | None = None,
     ) -> None:
         """Begins before the workers have their state.
 
@@ -139,8 +149,8 @@ class IslandKeeper:
             files: The files of this node.
             documents: The documents of the rounds.
             outlets: What the keeper calls.
-            outers: The newest outer states, which the node has where its island has taken part in
-                rounds before; none: it has not.
+            begun: What the node knows of the rounds that its island has taken part in; None: it has
+                not.
         """
         self._place, self._files, self._documents = place, files, documents
         self._outlets, self._log = outlets, outlets.log_line
@@ -150,7 +160,7 @@ class IslandKeeper:
         """Message of the workers that have come last; None: none has."""
         self._are_there = False
         """True once all workers of the present generation have said so."""
-        self._left: SamplesLeft | None = None
+        self._left = begun.left if begun else None
         """Samples with which rounds would go on that begin with the outer states; None: those of
         the state that the workers have restored."""
         self._retry_s: dict[int, float] = {}
@@ -160,7 +170,7 @@ class IslandKeeper:
         """Messages of each worker that others have not sent yet."""
         self._progress: IslandProgress | None = None
         self._waits = self._leaves = False
-        self._fragments = [_Fragment(outer=outer) for outer in outers]
+        self._fragments = [_Fragment(outer=outer) for outer in begun.outers] if begun else []
         self._exchange: Exchange | None = None
         self._busy: dict[int, Outer] = {}
         """Fragments for which a task is under way, with the state that it began with."""
@@ -177,17 +187,8 @@ class IslandKeeper:
 
     # What workers say.
 
-    @property
-    def outers(self) -> list[Outer]:
-        """Returns the newest outer state of each fragment; none before there are workers."""
-        return [kept.outer for kept in self._fragments]
-
-    def generation_begins(self, generation: int) -> None:
-        """Notes that other workers begin, which have said nothing yet. Rounds go on meanwhile.
-
-        Args:
-            generation: Number of their generation.
-        """
+    def generation_begins(self) -> None:
+        """Notes that other workers begin, which have said nothing yet. Rounds go on meanwhile."""
         self._joins, self._at, self._are_there = {}, {}, False
         self._news = None
 
@@ -213,6 +214,7 @@ class IslandKeeper:
         if self._exchange is None:
             if len(self._fragments) != len(join.fragments):
                 self._begin_with_own(join)
+                self._left = None
             self._exchange = Exchange(
                 self._files,
                 agreed_in(join),

@@ -19,7 +19,7 @@ take besides."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandPlace:
-    """Says which island this node is, and how the others reach it."""
+    """Says of which island this node is, and how the others reach it."""
 
     name: str
     address: str

@@ -1,6 +1,6 @@
 """Passes what the head of an island tells its workers on to the island's other nodes.
 
-The key `rounds/news`, in the island's part of the store, has the newest news. A node writes it only
+The key `rounds/news`, in the island's part of the store, has the last news. A node writes it only
 over what it has seen, so that a head of before cannot write over what a later one has written.
 """
 
@@ -8,24 +8,40 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticzero.ipc.rounds import RoundNews
 from elasticzero.launcher.protocol.documents import to_bytes
-from elasticzero.launcher.store.api import PrefixState, Store, unchanged
+from elasticzero.launcher.store.api import PrefixState, Store, is_before, unchanged
 from elasticzero.serialization import RecordError, decode, parse_json
 from elasticzero.text import shown
 
 NEWS = "rounds/news"
 
 
+RECENT = 4
+"""Number of the last news that are kept: all nodes see most of them, and their ranks then agree on
+one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandNews:
     """Says what the workers of an island are to know."""
 
+    run: int
+    """The island's run, and its generation, in which it was written."""
     generation: int
-    """The island's generation in which it was written."""
-    news: RoundNews
+    recent: tuple[RoundNews, ...]
+    """The last news, the newest one last."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Returns the run and the generation."""
+        return self.run, self.generation
+
+    def followed_by(self, news: RoundNews) -> IslandNews:
+        """Returns what there is once there is further news."""
+        return replace(self, recent=(*self.recent, news)[-RECENT:])
 
 
 class NewsBoard:
@@ -46,6 +62,8 @@ class NewsBoard:
         self._newest: PrefixState | None = None
         self._read: tuple[int, IslandNews | None] = 0, None
         """Revision of the entry that was read last, and what it says."""
+        self._written = 0, 0
+        """History and revision of this node's last write."""
         self._watch = store.watch(NEWS, self._take)
 
     def _take(self, state: PrefixState) -> None:
@@ -53,10 +71,14 @@ class NewsBoard:
             self._newest = state
         self._changed()
 
-    def read(self) -> IslandNews | None:
-        """Returns the newest news; None: there is none that can be read."""
+    def _state(self) -> PrefixState | None:
         with self._lock:
-            entry = None if self._newest is None else self._newest.entries.get(NEWS)
+            return self._newest
+
+    def read(self) -> IslandNews | None:
+        """Returns what was written last; None: there is nothing that can be read."""
+        state = self._state()
+        entry = None if state is None else state.entries.get(NEWS)
         if entry is None:
             return None
         if entry.mod_revision != self._read[0]:
@@ -68,25 +90,25 @@ class NewsBoard:
             self._read = entry.mod_revision, doc
         return self._read[1]
 
-    def put(self, doc: IslandNews) -> bool:
-        """Writes news over what was read last; returns whether it is written, or a later generation
-        has written its own.
+    def keep(self, doc: IslandNews) -> None:
+        """Has a document be there, unless a later generation has written its own; what is not
+        written now is written by a later call.
 
         Args:
-            doc: The news.
+            doc: The document.
 
         Raises:
             StoreUnavailable: The store does not answer.
         """
-        with self._lock:
-            state = self._newest
-        if state is None:
-            return False
-        before = self.read()
-        if before is not None and before.generation > doc.generation:
-            return True
+        state = self._state()
+        if state is None or is_before(state, self._written):
+            return  # what was written is not seen yet
+        present = self.read()
+        if present == doc or (present is not None and present.place > doc.place):
+            return
         conditions = [unchanged(NEWS, state.entries.get(NEWS))]
-        return self._store.write({NEWS: to_bytes(doc)}, conditions=conditions) is not None
+        revision = self._store.write({NEWS: to_bytes(doc)}, conditions=conditions)
+        self._written = state.history, revision or 0
 
     def close(self) -> None:
         """Ends the watch."""

@@ -54,6 +54,16 @@ class PrefixState:
     two histories cannot be compared."""
 
 
+def is_before(state: PrefixState, written: tuple[int, int]) -> bool:
+    """Returns whether what a watch has seen is from before a write.
+
+    Args:
+        state: What it has seen.
+        written: The history that the write was made in, and its revision.
+    """
+    return state.history == written[0] and state.revision < written[1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
     """States what must hold for a write to happen; at least one of the two revisions is given."""

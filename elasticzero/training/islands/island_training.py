@@ -17,10 +17,10 @@ from elasticzero.data.position import DataPosition, GlobalBatch
 from elasticzero.data.sampling import BatchPlan
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
-from elasticzero.ipc.rounds import ROUNDS_FOLDER, IslandProgress, JoinRounds, SamplesLeft
+from elasticzero.ipc.rounds import NONE, ROUNDS_FOLDER, IslandProgress, JoinRounds, SamplesLeft
 from elasticzero.islands.elements import Elements, RankPlace, elements_of
 from elasticzero.islands.layout import described, fragments_of
-from elasticzero.islands.plan import NONE, ClaimTable, IslandPlan
+from elasticzero.islands.plan import ClaimTable, IslandPlan
 from elasticzero.islands.rounds import IslandRounds, Part
 from elasticzero.islands.saved_outer import SavedOuter
 from elasticzero.options.diloco import NAME, DiLoCo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +20,12 @@ from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.islands.documents import RoundDocuments
 from elasticzero.launcher.islands.files import RoundFiles
 from elasticzero.launcher.islands.follower import FollowerOutlets, IslandFollower
-from elasticzero.launcher.islands.keeper import SILENCE_S, IslandKeeper, Outlets
+from elasticzero.launcher.islands.keeper import SILENCE_S, Begun, IslandKeeper, Outlets
 from elasticzero.launcher.islands.lead import IslandPlace
 from elasticzero.launcher.islands.news_board import IslandNews, NewsBoard
+from elasticzero.launcher.islands.places import Place
 from elasticzero.launcher.protocol.documents import Member, World
-from elasticzero.launcher.protocol.rounds.documents import Committed, Outer
+from elasticzero.launcher.protocol.rounds.documents import Committed
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.workers.group import Ended
@@ -34,13 +35,15 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IslandStores:
-    """Holds the parts of etcd that an island's agent uses."""
+class IslandInEtcd:
+    """Holds what an island's agent has of etcd."""
 
     job: Store
-    """What all islands of the job share."""
+    """The part that all islands of the job share."""
     island: Store
-    """What the nodes of this island share."""
+    """The part that the nodes of this island share."""
+    place: Place | None
+    """This node's place on the island; None: it needs none."""
 
 
 class IslandExtension(AgentExtension):
@@ -48,13 +51,13 @@ class IslandExtension(AgentExtension):
     does."""
 
     def __init__(
-        self, context: AgentContext, *, stores: IslandStores, me: Member, islands: int
+        self, context: AgentContext, *, in_etcd: IslandInEtcd, me: Member, islands: int
     ) -> None:
         """Begins to follow the rounds.
 
         Args:
             context: What the agent offers.
-            stores: The parts of etcd.
+            in_etcd: What the agent has of etcd.
             me: The registration of this node.
             islands: Number of islands with which the rounds begin.
         """
@@ -76,17 +79,16 @@ class IslandExtension(AgentExtension):
         )
         self._note, self._metrics = context.note, context.metrics
         self._documents = RoundDocuments(
-            stores.job, self._name, int(ttl_s), context.wake, self._log_line
+            in_etcd.job, self._name, int(ttl_s), context.wake, self._log_line
         )
-        self._board = NewsBoard(stores.island, context.wake, self._log_line)
-        self._outage_end_s = lambda: stores.job.last_outage_end_s
-        self._world: World | None = None
-        """World of the generation that this node's workers are of."""
+        self._board = NewsBoard(in_etcd.island, context.wake, self._log_line)
+        self._outage_end_s = lambda: in_etcd.job.last_outage_end_s
         self._first_rank = 0
         self._part: IslandKeeper | IslandFollower | None = None
         """What this node does for its island; None: it has no workers in the island's world."""
-        self._unwritten: IslandNews | None = None
-        """News that is to be passed on to the island's other nodes, and is not yet."""
+        self._news: IslandNews | None = None
+        """What this node has for the island's other nodes; None: it has nothing."""
+        self._island_place = in_etcd.place
         self._head: tuple[str, HttpStorage] | None = None
         """Files of the head that this node follows, and its address."""
 
@@ -103,19 +105,31 @@ class IslandExtension(AgentExtension):
 
     def started(self, world: World, ranks: tuple[int, ...]) -> None:
         """Notes that other workers begin."""
-        self._world, self._first_rank, self._unwritten = world, ranks[0], None
-        part = self._part
-        if ranks[0] == 0:
-            if not isinstance(part, IslandKeeper):
-                self._part = self._keeper([] if part is None else part.outers)
-        elif not isinstance(part, IslandFollower):
-            self._part = self._follower()
-        if part is not None and part is not self._part:
-            part.close()
-        assert self._part is not None
-        self._part.generation_begins(world.generation)
+        self._contained(lambda: self._begin(world, ranks[0]))
 
-    def _keeper(self, outers: Sequence[Outer]) -> IslandKeeper:
+    def _begin(self, world: World, first_rank: int) -> None:
+        part, self._first_rank, self._head = self._part, first_rank, None
+        place = self._me.run, world.generation
+        self._news = None
+        if first_rank == 0:
+            if len(world.members) > 1:
+                self._news = IslandNews(run=place[0], generation=place[1], recent=())
+            if not isinstance(part, IslandKeeper):
+                self._part = part = self._keeper(self._ended(part))
+            part.generation_begins()
+        else:
+            if not isinstance(part, IslandFollower):
+                self._ended(part)
+                self._part = part = self._follower()
+            part.generation_begins(place)
+
+    def _ended(self, part: IslandKeeper | IslandFollower | None) -> Begun | None:
+        """Ends what this node has done so far; returns what it knows of the rounds then."""
+        if part is not None:
+            part.close()
+        return part.begun if isinstance(part, IslandFollower) else None
+
+    def _keeper(self, begun: Begun | None) -> IslandKeeper:
         outlets = Outlets(
             reach=lambda report: self._reach(report.address, report.run),
             tell=self._tell,
@@ -125,7 +139,7 @@ class IslandExtension(AgentExtension):
             count_bytes=self._metrics.round_bytes.inc,
             outage_end_s=self._outage_end_s,
         )
-        return IslandKeeper(self._place, self._files, self._documents, outlets, outers)
+        return IslandKeeper(self._place, self._files, self._documents, outlets, begun)
 
     def _follower(self) -> IslandFollower:
         outlets = FollowerOutlets(
@@ -139,16 +153,16 @@ class IslandExtension(AgentExtension):
     def _tell(self, news: RoundNews) -> None:
         """Tells this node's workers some news, and those of the island's other nodes."""
         self._context.tell(news)
-        if self._world is not None and len(self._world.members) > 1:
-            self._unwritten = IslandNews(generation=self._world.generation, news=news)
+        if self._news is not None:
+            self._news = self._news.followed_by(news)
             self._write_news()
 
     def _write_news(self) -> None:
-        """Writes news for the island's other nodes; what the store does not take is written in a
-        later turn."""
+        """Has the news be there for the island's other nodes; what the store does not take is
+        written in a later turn."""
         with suppress(StoreUnavailable):
-            if self._unwritten is not None and self._board.put(self._unwritten):
-                self._unwritten = None
+            if self._news is not None and self._news.recent:
+                self._board.keep(self._news)
 
     def received(self, rank: int, message: Message | Ended) -> None:
         """Passes on what workers say of the rounds."""
@@ -160,21 +174,24 @@ class IslandExtension(AgentExtension):
         """Does what is to be done of the rounds."""
         self._access = access
         self._contained(lambda: self._turn(view))
+        self._write_news()
         self._metrics.islands.set(len(self._documents.read().reports))
 
     def _turn(self, view: View) -> None:
         world, now_s = view.world, time.monotonic()
+        if self._island_place is not None:
+            with suppress(StoreUnavailable):
+                self._island_place.keep()
         if world is None or self._part is None:
             return
-        head = world.members[0]
         if isinstance(self._part, IslandFollower):
-            self._part.turn(now_s, self._board.read(), self._files_of(head))
-        elif head.node != self._me.node:  # another world is there, which this node has not begun
+            self._part.turn(now_s, self._board.read(), self._files_of(world.members[0]))
+        elif world.members[0].node != self._me.node:
+            # There is another world, which this node has not begun.
             self._part.close()
-            self._part = None
+            self._part = self._news = None
         else:
             self._part.turn(now_s, leaves=view.leaving and len(world.members) == 1)
-            self._write_news()
 
     def _files_of(self, head: Member) -> HttpStorage:
         """Returns the files of the head."""

@@ -9,7 +9,7 @@ from elasticzero.launcher.protocol.rounds.documents import SampleOrder
 from elasticzero.launcher.protocol.rounds.lead import RoundSettings
 from elasticzero.options.diloco import DiLoCo
 
-KINDS = ("kill", "kill", "freeze", "join", "drain", "store", "cut", "begin again")
+KINDS = ("kill", "kill", "freeze", "join", "drain", "store", "cut", "begin again", "hang")
 """Faults, each as often as it is drawn."""
 LAST_FAULT = 400
 """Tick before which all faults strike."""

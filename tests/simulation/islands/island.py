@@ -48,6 +48,8 @@ class Island:
     """Number of its incarnations."""
     alive: bool = True
     frozen_until: int = 0
+    hangs_until: int = 0
+    """Tick until which its transfers bring nothing."""
     leaving: bool = False
     seen: int = 0
     """Tick up to which it has seen what is in the store."""

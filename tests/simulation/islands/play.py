@@ -2,9 +2,9 @@
 
 The rules that decide are the product's: `launcher/protocol/rounds` and
 `elasticzero/islands/progress`. Each island sees what is in the store with a delay, and fetches take
-time; islands die, freeze, come and leave, cannot reach each other, and lose the store. After the
-last fault every schedule must end with all samples committed, and all islands that live must have
-the same state.
+time; islands die, freeze, come and leave, cannot reach each other, have transfers that hang, and
+lose the store. After the last fault every schedule must end with all samples committed, and all
+islands that live must have the same state.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tests.simulation.islands.store import TTL, Seen, Store
 
 OVERDUE = 60
 """Ticks after which an attempt has taken too long."""
+LONGEST = 6 * OVERDUE
+"""Ticks within which every attempt is over, or is given up."""
 COME = 20
 """Ticks for which the rounds wait until all islands are there."""
 LIMIT = 6_000
@@ -101,7 +103,9 @@ class Play:
             self.store.away_until = self._tick + self._dice.randint(1, 3 * TTL)
         elif kind == "cut":
             ends = self._dice.sample(living, min(2, len(living)))
-            until = self._tick + self._dice.randint(1, 2 * OVERDUE)
+            until = self._tick + self._dice.randint(
+                1, self._dice.choice([2 * OVERDUE, 2 * LONGEST])
+            )
             self._cut = frozenset(end.name for end in ends), until
         for victim in victims:
             self._strike_one(kind, victim)
@@ -113,6 +117,8 @@ class Play:
             self._begin(victim)
         elif kind == "freeze":
             victim.frozen_until = self._tick + self._dice.randint(1, 4 * TTL)
+        elif kind == "hang":
+            victim.hangs_until = self._tick + self._dice.randint(1, 2 * LONGEST)
         elif kind == "drain" and sum(i.alive and not i.leaving for i in self.islands) > 1:
             victim.leaving = True
 
@@ -164,7 +170,7 @@ class Play:
         todo = [*tasks(rounds, documents.reports, island.name, parts)]
         if island.task is None and todo:
             island.task = self._tick + self._dice.randint(0, self.drawn.fetch), todo[0]
-        if island.task is None or self._tick < island.task[0]:
+        if island.task is None or self._tick < max(island.task[0], island.hangs_until):
             return
         _, task = island.task
         island.task = None
@@ -201,7 +207,10 @@ class Play:
         for number, fragment in enumerate(rounds.fragments if rounds is not None else ()):
             if rounds is not None and fragment.closing is not None:
                 key = rounds.history, number, fragment.closing.attempt
-                if self._tick - self._attempts.setdefault(key, self._tick) > OVERDUE:
+                ticks = self._tick - self._attempts.setdefault(key, self._tick)
+                if ticks > LONGEST:
+                    raise BrokenRule(f"an attempt takes {ticks} ticks: {fragment.closing}")
+                if ticks > OVERDUE:
                     overdue.add((number, fragment.closing.attempt))
         silent = set()
         if rounds is not None and self.store.back_for(self._tick) < 2 * TTL:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from elasticzero.ipc.messages import Message
 from elasticzero.ipc.rounds import (
+    NONE,
     FragmentNews,
     IslandProgress,
     RoundNews,
@@ -23,7 +24,6 @@ from elasticzero.ipc.rounds import (
 )
 from elasticzero.islands.elements import Elements
 from elasticzero.islands.layout import fragments_of
-from elasticzero.islands.plan import NONE
 from elasticzero.islands.progress import after_step
 from elasticzero.islands.rounds import IslandRounds, Part
 from elasticzero.options.diloco import DiLoCo

@@ -13,6 +13,7 @@ import pytest
 from elasticzero.errors import StorageError
 from elasticzero.ipc.round_wire import RoundWire
 from elasticzero.ipc.rounds import (
+    NONE,
     PARTS,
     FragmentNews,
     FragmentProgress,
@@ -34,7 +35,6 @@ from elasticzero.options.diloco import DiLoCo
 from tests.support.deadlines import wait_until
 
 SHAPE = FragmentShape(elements=3000, averaged=0, dtype="float32")
-NEW = IslandProgress(fragments=())
 
 
 class Head:
@@ -91,13 +91,13 @@ class Node:
             count_bytes=self.fetched.append,
         )
         self.follower = IslandFollower(workers, self.files, outlets)
-        self.follower.generation_begins(1)
+        self.follower.generation_begins((1, 1))
 
-    def joins(self, progress: IslandProgress = NEW) -> None:
+    def joins(self, progress: IslandProgress = NONE) -> None:
         for rank in range(self.workers):
             self.joins_as(rank, progress)
 
-    def joins_as(self, rank: int, progress: IslandProgress = NEW) -> None:
+    def joins_as(self, rank: int, progress: IslandProgress = NONE) -> None:
         message = JoinRounds(
             settings=self.settings,
             epoch=100,
@@ -121,7 +121,7 @@ class Node:
         wait_until(is_so, "what the turns lead to")
 
     def turn_until_told(self, doc: IslandNews) -> None:
-        self.turn_until(doc, lambda: self.told[-1:] == [doc.news])
+        self.turn_until(doc, lambda: self.told[-1:] == [*doc.recent])
 
     def rest(self, doc: IslandNews | None) -> None:
         """Turn for a while, in which nothing more is to happen."""
@@ -140,7 +140,7 @@ def doc_of(version: int, *fragments: FragmentNews, generation: int = 1) -> Islan
         none_left=False,
         done=False,
     )
-    return IslandNews(generation=generation, news=news)
+    return IslandNews(run=1, generation=generation, recent=(news,))
 
 
 def at(base: FragmentNews, number: int = 0, *, waits: bool = False) -> IslandProgress:
@@ -168,7 +168,7 @@ def test_workers_are_told_once_all_have_their_state_and_the_files_are_there(
         assert node.files.path(name).read_bytes() == node.head.files.path(name).read_bytes()
     assert sum(node.fetched) == 2 * size_of(SHAPE)
     node.rest(doc)
-    assert node.told == [doc.news], "once"
+    assert node.told == [*doc.recent], "once"
 
 
 def test_news_of_another_generation_counts_not(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_news_of_another_generation_counts_not(tmp_path: Path) -> None:
     node.joins()
     node.rest(replace(doc, generation=2))
     assert not node.told
-    node.follower.generation_begins(2)
+    node.follower.generation_begins((1, 2))
     node.rest(replace(doc, generation=2))
     assert not node.told, "its workers have not joined"
     node.joins()
@@ -235,6 +235,66 @@ def test_contributions_are_rounded_before_the_news(tmp_path: Path) -> None:
     assert np.allclose(kept, values, atol=0.05)
 
 
+def test_news_waits_for_a_contribution_that_it_settles(tmp_path: Path) -> None:
+    """The head's workers are faster: this node's are about to write theirs, which is rounded."""
+    node = Node(tmp_path, workers=2)
+    base = node.head.outer(0)
+    after = replace(node.head.outer(1), settled=1)
+    node.joins(at(base))
+    node.turn_until_told(doc_of(1, base))
+    later = doc_of(2, after)
+    node.rest(later)
+    node.follower.received(0, IslandAt(progress=at(base, 1, waits=True), waits=False))
+    node.rest(later)
+    assert len(node.told) == 1
+    with node.files.making(sent_name(0, "i", 1), size_of(SHAPE)):
+        pass
+    node.follower.received(1, IslandAt(progress=at(base, 1, waits=True), waits=False))
+    node.turn_until_told(later)
+
+
+def test_what_workers_of_before_have_left_is_fetched_anew(tmp_path: Path) -> None:
+    """One may have died while it wrote."""
+    node = Node(tmp_path)
+    base = node.head.outer(0)
+    name = sent_name(0, "i", 1)
+    values = node.head.make(name, 5)
+    with node.files.making(name, size_of(SHAPE)):
+        pass  # zeros
+    node.joins(at(base, 1, waits=True))
+    node.turn_until_told(doc_of(1, base))
+    kept = node.files.data(name, size_of(SHAPE)).view(np.float32)
+    assert kept.tolist() == values.tolist()
+
+
+def test_all_news_that_can_be_told_is(tmp_path: Path) -> None:
+    """Ranks agree on a version that all have, which is easier where none passes over many."""
+    node = Node(tmp_path)
+    outer, gone = node.head.outer(0), FragmentNews(round=9, digest="gone", called=False, settled=0)
+    docs = [doc_of(1, outer), doc_of(2, gone), doc_of(3, outer)]
+    node.joins()
+    recent = tuple(news for doc in docs for news in doc.recent)
+    node.turn_until(replace(docs[0], recent=recent), lambda: bool(node.told))
+    assert [news.version for news in node.told] in ([1, 3], [3])
+    again = tuple(replace(news, version=news.version + 3) for news in (*recent[:1], *recent[2:]))
+    node.turn_until(replace(docs[0], recent=again), lambda: node.told[-1].version == 6)
+    assert [news.version for news in node.told[-2:]] == [4, 6]
+
+
+def test_a_file_with_other_bytes_is_not_told(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    outer = node.head.outer(0)
+    name = outer_name(0, 0, outer.digest)
+    whole = node.head.files.path(name).read_bytes()
+    node.head.files.path(name).write_bytes(bytes(len(whole)))
+    node.joins()
+    node.turn_until(doc_of(1, outer), lambda: bool(node.lines))
+    node.rest(doc_of(1, outer))
+    assert not node.told and not node.files.path(name).exists()
+    node.head.files.path(name).write_bytes(whole)
+    node.turn_until_told(doc_of(1, outer))
+
+
 def test_files_stay_while_workers_read_them(tmp_path: Path) -> None:
     node = Node(tmp_path)
     outers = [node.head.outer(number) for number in range(4)]
@@ -252,7 +312,7 @@ def test_a_refusal_needs_no_files(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.joins()
     doc = doc_of(1)
-    refused = replace(doc, news=replace(doc.news, refused="it has other samples"))
+    refused = replace(doc, recent=(replace(doc.recent[0], refused="it has other samples"),))
     node.turn_until(refused, lambda: bool(node.told))
     assert node.told[0].refused == "it has other samples"
 
