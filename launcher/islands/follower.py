@@ -6,8 +6,8 @@ all ranks see the same news, in the order of their numbers. Rules:
  IF1  News counts for the generation that it was written in. It is told to this node's workers once
       these have their state, and the node has all files that they read then: the outer states, and
       each contribution that is not settled. Older news is passed over where files are lacking.
- IF2  A file that the node lacks, as it came later, is fetched from the head. So is each contribution
-      of an earlier generation, for workers that died may have left a part of it.
+ IF2  A file that the node lacks, as it came later, is fetched from the head. So are contributions
+      of an earlier generation, of which workers that died may have left a part.
  IF3  A contribution is rounded as the head rounds its own, where `DiLoCo.wire` says so, before the
       workers learn what has become of it: all nodes of an island have the same bits of it.
 """
@@ -41,7 +41,7 @@ from elasticzero.launcher.islands.exchange import (
     agreed_in,
 )
 from elasticzero.launcher.islands.files import RoundFiles
-from elasticzero.launcher.islands.keeper import QUIET_S, RETRY_S, Begun
+from elasticzero.launcher.islands.keeper import QUIET_S, RETRY_S, AtHand
 from elasticzero.launcher.islands.news import refusal
 from elasticzero.launcher.islands.news_board import IslandNews
 from elasticzero.launcher.protocol.rounds.documents import Outer
@@ -84,7 +84,7 @@ class IslandFollower:
         self._exchange: Exchange | None = None
         self._head: HttpStorage | None = None
         self._place, self._told = (0, 0), 0
-        self._begun: Begun | None = None
+        self._at_hand: AtHand | None = None
         self._read: dict[int, list[tuple[int, str]]] = {}
         """Round and digest of the outer states that workers may read, by fragment, oldest first."""
         self._busy: set[ToDo] = set()
@@ -94,9 +94,9 @@ class IslandFollower:
         self._quiet_until_s = 0.0
 
     @property
-    def begun(self) -> Begun | None:
+    def at_hand(self) -> AtHand | None:
         """Returns what this node knows of the rounds; None: nothing."""
-        return self._begun
+        return self._at_hand
 
     def generation_begins(self, place: tuple[int, int]) -> None:
         """Notes that workers of another generation begin, which have said nothing yet.
@@ -170,7 +170,7 @@ class IslandFollower:
         self._told = news.version
         outers = [Outer(round=f.round, digest=f.digest) for f in news.fragments]
         if not news.refused:
-            self._begun = Begun(outers=outers, left=news.left)
+            self._at_hand = AtHand(outers=outers, left=news.left)
         for number, outer in enumerate(outers):
             self._read.setdefault(number, []).append((outer.round, outer.digest))
         self._outlets.tell(news)

@@ -107,7 +107,7 @@ class Outlets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class AtHand:
     """Holds what a node knows of rounds that its island takes part in, with the files at hand."""
 
     outers: Sequence[Outer]
@@ -140,7 +140,7 @@ class IslandKeeper:
         files: RoundFiles,
         documents: RoundDocuments,
         outlets: Outlets,
-        begun: Begun | None = None,
+        at_hand: AtHand | None = None,
     ) -> None:
         """Begins before the workers have their state.
 
@@ -149,8 +149,8 @@ class IslandKeeper:
             files: The files of this node.
             documents: The documents of the rounds.
             outlets: What the keeper calls.
-            begun: What the node knows of the rounds that its island has taken part in; None: it has
-                not.
+            at_hand: What the node knows of the rounds that its island has taken part in; None: it
+                knows of none.
         """
         self._place, self._files, self._documents = place, files, documents
         self._outlets, self._log = outlets, outlets.log_line
@@ -160,7 +160,7 @@ class IslandKeeper:
         """Message of the workers that have come last; None: none has."""
         self._are_there = False
         """True once all workers of the present generation have said so."""
-        self._left = begun.left if begun else None
+        self._left = at_hand.left if at_hand else None
         """Samples with which rounds would go on that begin with the outer states; None: those of
         the state that the workers have restored."""
         self._retry_s: dict[int, float] = {}
@@ -170,7 +170,7 @@ class IslandKeeper:
         """Messages of each worker that others have not sent yet."""
         self._progress: IslandProgress | None = None
         self._waits = self._leaves = False
-        self._fragments = [_Fragment(outer=outer) for outer in begun.outers] if begun else []
+        self._fragments = [_Fragment(outer=outer) for outer in at_hand.outers] if at_hand else []
         self._exchange: Exchange | None = None
         self._busy: dict[int, Outer] = {}
         """Fragments for which a task is under way, with the state that it began with."""

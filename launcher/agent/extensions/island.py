@@ -20,7 +20,7 @@ from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.islands.documents import RoundDocuments
 from elasticzero.launcher.islands.files import RoundFiles
 from elasticzero.launcher.islands.follower import FollowerOutlets, IslandFollower
-from elasticzero.launcher.islands.keeper import SILENCE_S, Begun, IslandKeeper, Outlets
+from elasticzero.launcher.islands.keeper import SILENCE_S, AtHand, IslandKeeper, Outlets
 from elasticzero.launcher.islands.lead import IslandPlace
 from elasticzero.launcher.islands.news_board import IslandNews, NewsBoard
 from elasticzero.launcher.islands.places import Place
@@ -123,13 +123,13 @@ class IslandExtension(AgentExtension):
                 self._part = part = self._follower()
             part.generation_begins(place)
 
-    def _ended(self, part: IslandKeeper | IslandFollower | None) -> Begun | None:
+    def _ended(self, part: IslandKeeper | IslandFollower | None) -> AtHand | None:
         """Ends what this node has done so far; returns what it knows of the rounds then."""
         if part is not None:
             part.close()
-        return part.begun if isinstance(part, IslandFollower) else None
+        return part.at_hand if isinstance(part, IslandFollower) else None
 
-    def _keeper(self, begun: Begun | None) -> IslandKeeper:
+    def _keeper(self, at_hand: AtHand | None) -> IslandKeeper:
         outlets = Outlets(
             reach=lambda report: self._reach(report.address, report.run),
             tell=self._tell,
@@ -139,7 +139,7 @@ class IslandExtension(AgentExtension):
             count_bytes=self._metrics.round_bytes.inc,
             outage_end_s=self._outage_end_s,
         )
-        return IslandKeeper(self._place, self._files, self._documents, outlets, begun)
+        return IslandKeeper(self._place, self._files, self._documents, outlets, at_hand)
 
     def _follower(self) -> IslandFollower:
         outlets = FollowerOutlets(
