@@ -31,8 +31,7 @@ class IslandPlan(BatchPlan):
     @property
     def epoch_samples(self) -> int:
         """Returns the number of samples of an epoch that are used."""
-        samples = self.order.samples
-        return samples - samples % self.global_batch if self.drop_last else samples
+        return used_in_epoch(self)
 
     @property
     def total(self) -> int:
@@ -69,3 +68,30 @@ class IslandPlan(BatchPlan):
             )
             return batch, after
         return None
+
+
+def used_in_epoch(plan: BatchPlan) -> int:
+    """Returns the number of samples of an epoch that a plan uses."""
+    samples = plan.order.samples
+    return samples - samples % plan.global_batch if plan.drop_last else samples
+
+
+def without_islands(position: DataPosition, plan: BatchPlan) -> tuple[DataPosition, int]:
+    """Returns where a loop goes on whose state is that of an island: at the first sample that is in
+    no committed round.
+
+    Args:
+        position: The position of that state.
+        plan: The loop's plan.
+
+    Returns:
+        The position, and the number of samples behind it that were in committed rounds.
+    """
+    assert position.island is not None
+    left = position.island.left
+    first = min((start for start, _ in left.earlier), default=left.next)
+    epoch, offset = divmod(first, used_in_epoch(plan))
+    batches = -(-used_in_epoch(plan) // plan.global_batch)
+    steps = epoch * batches + -(-offset // plan.global_batch)
+    after = replace(position, epoch=epoch, offset=offset, steps=steps, island=None)
+    return after, left.committed - first

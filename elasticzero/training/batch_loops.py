@@ -47,7 +47,7 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import DataChanged, LoopExited, SharesChanged
 from elasticzero.ipc.thread_location import place_of
-from elasticzero.islands.plan import IslandPlan
+from elasticzero.islands.plan import IslandPlan, without_islands
 from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.training.batch_work import BatchWork, SliceStates
 from elasticzero.training.islands.island_training import IslandTraining
@@ -219,6 +219,8 @@ class Loops:
         schedule = self._with_shares(training, self._in_this_world(schedule))
         if self.islands is not None:
             schedule = self.islands.schedule(schedule, on_epoch_end)
+        elif training.position.island is not None:
+            self._leave_islands(training, schedule)
         loop = self._tracker.move(StepState.next_loop).loop
         dataset = self._datasets.number(reader.dataset)
         order = schedule.plan.order
@@ -491,6 +493,22 @@ class Loops:
         self._noted_norms = True
         if (note := batch_norm_note(training.strategy.model, self._groups.device)) is not None:
             log.info(note)
+
+    def _leave_islands(self, training: TrainingState, schedule: RankSchedule) -> None:
+        """Goes on from the state of an island without islands."""
+        if not isinstance(schedule.plan, BatchPlan):
+            raise UserError(
+                "the checkpoint is of an island (--strategy diloco), whose samples were no stream: "
+                "go on with the dataset that it had"
+            )
+        training.position, again = without_islands(training.position, schedule.plan)
+        if self._link.assignment.rank == 0:
+            at = training.position
+            log.warning(
+                "training goes on without islands, from sample %d of epoch %d on: %d samples after "
+                "it were in rounds already, and are used again",
+                *(at.offset, at.epoch, again),
+            )
 
     def _note_new_dataset(self) -> None:
         if not self._noted:

@@ -207,6 +207,30 @@ def test_islands_go_on_where_a_job_without_them_was(tmp_path: Path, etcd: EtcdSe
     assert 300 <= len(used) <= 480 - 12 * 12
 
 
+def test_a_job_without_islands_goes_on_where_an_island_was(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """With all samples behind the first that is in no committed round, and some others again."""
+    saves = ["--checkpoint-dir", str(tmp_path / "saves"), "--checkpoint-every", "4"]
+    arguments = ("--model", "regress", "--samples", "480", "--lr", "0.05")
+    slowly = (*arguments, "--pause", "0.1")
+    with job(tmp_path, etcd, "islands", "every=3", *slowly, nodes=2, options=saves) as told:
+        told.wait("steps", lambda: len(used_by(told, "node-0")) > 20)
+        for node in told.cluster.nodes.values():
+            told.cluster.kill_node(node)
+    saves[1] = str(tmp_path / "saves" / "islands" / "node-0")
+    options = [*saves, "--strategy", "zero2", "--nnodes", "2", str(SCRIPT), *arguments]
+    with story(tmp_path, etcd.endpoint, "without", options, nodes=2) as told:
+        assert set(told.wait_for_end().values()) == {0}, told.logs()
+        used = sorted(i for batch in used_by(told, "node-0") for i in batch)
+        logs = [told.directory() / node / "0.log" for node in told.cluster.nodes]
+        said = re.findall("without islands, from sample .*", "".join(p.read_text() for p in logs))
+        assert len(said) == 1 and f"from sample {480 - len(used)} of epoch 0" in said[0]
+    order = SampleOrder(samples=480).indices(0, 0, 480).tolist()
+    assert used == sorted(order[480 - len(used) :])
+    assert 48 <= len(used) <= 480 - 8 * 12
+
+
 @pytest.mark.parametrize(
     "fault",
     ["kill the lead", "kill a worker", slow("kill another"), slow("freeze"), slow("leave")],
