@@ -224,8 +224,8 @@ def test_a_job_without_islands_goes_on_where_an_island_was(
         assert set(told.wait_for_end().values()) == {0}, told.logs()
         used = sorted(i for batch in used_by(told, "node-0") for i in batch)
         logs = [told.directory() / node / "0.log" for node in told.cluster.nodes]
-        said = re.findall("without islands, from sample .*", "".join(p.read_text() for p in logs))
-        assert len(said) == 1 and f"from sample {480 - len(used)} of epoch 0" in said[0]
+        lines = re.findall("without islands, from sample .*", "".join(p.read_text() for p in logs))
+        assert len(lines) == 1 and f"from sample {480 - len(used)} of epoch 0" in lines[0]
     order = SampleOrder(samples=480).indices(0, 0, 480).tolist()
     assert used == sorted(order[480 - len(used) :])
     assert 48 <= len(used) <= 480 - 8 * 12
