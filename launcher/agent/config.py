@@ -9,9 +9,10 @@ import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from elasticzero.checkpoint.steps.catalog import check_writable
+from elasticzero.checkpoint.steps.catalog import check_outside_steps, check_writable
 from elasticzero.checkpoint.steps.owner import OwnerRecord
 from elasticzero.checkpoint.steps.retention import RetentionPolicy
 from elasticzero.checkpoint.storage.base import within
@@ -233,15 +234,18 @@ def _checkpoint_directory(
 
     Args:
         args: Parsed options.
-        folder: Folder in it that this node saves in, with a slash before it; empty: itself.
+        folder: Folder in it in which islands save, with a slash before it; empty: there are none.
     """
     if args.checkpoint_dir is None:
         return None, None
     place = open_directory(
         args.checkpoint_dir.rstrip("/") + folder if folder else args.checkpoint_dir
     )
+    check_outside_steps(place.where)
+    # A folder of islands holds no checkpoints of its own.
+    check = place.check_writable if folder else partial(check_writable, place)
     try:
-        within(STORAGE_LIMIT_S, place.where, lambda: check_writable(place))
+        within(STORAGE_LIMIT_S, place.where, check)
     except StorageError as error:
         if not args.etcd:
             raise

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from elasticzero.launcher.islands.places import PREFIX
 from elasticzero.launcher.store.api import job_prefix
@@ -138,3 +139,31 @@ def test_an_island_goes_on_when_it_loses_a_node(
         codes = told.wait_for_end()
         assert all(code == 0 for n, code in codes.items() if n != victim), told.logs()
         check_each_sample_counts_once(told, etcd, 4800, survivors)
+
+
+@pytest.mark.slow
+def test_islands_that_start_again_go_on_from_a_committed_round(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """One node of each copies another island's checkpoint, where its own has another name, and they
+    end as islands of one node do that nothing has disturbed."""
+    diloco = "every=2,outer-lr=0.7,outer-momentum=0.9,wait=60"
+    arguments = ("--model", "regress", "--samples", "480", "--lr", "0.05", "--pause", "0.05")
+    with job(tmp_path, etcd, "spread-undisturbed", diloco, *arguments, nodes=2) as told:
+        assert set(told.wait_for_end().values()) == {0}, told.logs()
+        undisturbed = torch.tensor(weights_of(told)["node-0"], dtype=torch.float64)
+    saves = tmp_path / "saves"
+    options = ("--checkpoint-dir", str(saves), "--checkpoint-every", "4", *TWO_NODES)
+    with job(tmp_path, etcd, "spread-killed", diloco, *arguments, nodes=4, options=options) as told:
+        nodes = [*told.cluster.nodes.values()]
+        told.wait("steps", lambda: all(len(used_by(told, n.name)) > 17 for n in nodes))
+        for node in nodes:
+            told.cluster.kill_node(node)
+    for name in ("island-0", "island-1"):
+        (saves / "islands" / name).rename(saves / "islands" / f"of-{name}")
+    with job(tmp_path, etcd, "spread-again", diloco, *arguments, nodes=4, options=options) as told:
+        assert set(told.wait_for_end().values()) == {0}, told.logs()
+        assert all(len(used_by(told, n)) < 35 for n in told.cluster.nodes)  # of 40
+        for flat in weights_of(told).values():
+            end = torch.tensor(flat, dtype=torch.float64)
+            assert torch.allclose(end, undisturbed, rtol=0, atol=1e-9)
