@@ -37,7 +37,7 @@ from elasticzero.launcher.agent.status import Instruments, LoopPulse
 from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
 from elasticzero.launcher.islands.adoption import adopt_checkpoint, one_node_at_a_time
 from elasticzero.launcher.islands.documents import forget_past_rounds
-from elasticzero.launcher.islands.places import Place
+from elasticzero.launcher.islands.places import Reservation
 from elasticzero.launcher.observability import logging_setup
 from elasticzero.launcher.observability.console import MUTED
 from elasticzero.launcher.observability.job_status import page_address
@@ -178,11 +178,11 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         shared.renew_leases_while(pulse.turns)
         stack.callback(shared.close)
         display.show(f"waiting for etcd at {','.join(endpoints)}")
-        store, place = shared, None
+        store, reservation = shared, None
         if options.is_island:
-            options, place = _at_island(options, shared, endpoints)
-            if place is not None:
-                stack.callback(place.close)
+            options, reservation = _at_island(options, shared, endpoints)
+            if reservation is not None:
+                stack.callback(reservation.close)
             store = open_store(job_prefix(options.job_of_island))
             store.renew_leases_while(pulse.turns)
             stack.callback(store.close)
@@ -252,7 +252,7 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         instruments = Instruments(metrics=metrics, pulse=pulse, progress=display)
         extensions = [*launching.extensions]
         if options.is_island:
-            in_etcd = IslandInEtcd(job=shared, island=store, place=place)
+            in_etcd = IslandInEtcd(job=shared, island=store, reservation=reservation)
             islands = coordination.islands
             extensions.append(partial(IslandExtension, in_etcd=in_etcd, me=me, islands=islands))
         agent = Agent(options, run, membership, instruments, agreed, extensions)
@@ -320,20 +320,22 @@ def _at_host(options: AgentOptions, host: str) -> tuple[AgentOptions, str]:
 
 def _at_island(
     options: AgentOptions, shared: Store, endpoints: Sequence[str]
-) -> tuple[AgentOptions, Place | None]:
-    """Returns the options of a node that is of an island, and its place there; None: it needs none.
+) -> tuple[AgentOptions, Reservation | None]:
+    """Returns the options of a node that is of an island, and the reservation of its place there;
+    None: it needs none.
 
     Args:
         options: Options of the node.
         shared: The part of etcd that all islands of the job share.
         endpoints: Endpoints of etcd, for messages.
     """
-    policy, place = options.policy, None
+    policy, reserved = options.policy, None
     if options.island is None and policy.max_nodes > 1:
-        take = partial(Place, shared, options.node, policy.max_nodes, int(policy.lease_ttl_s))
-        place = _first_answer(take, options, endpoints)
-        log_for_node(options.node, f"this node is of {place.island}")
-    return on_island(options, place.island if place else options.island or options.node), place
+        take = partial(Reservation, shared, options.node, policy.max_nodes, int(policy.lease_ttl_s))
+        reserved = _first_answer(take, options, endpoints)
+        log_for_node(options.node, f"this node is of {reserved.island}")
+    island = reserved.island if reserved else options.island or options.node
+    return on_island(options, island), reserved
 
 
 def _adopt_checkpoint(store: Store, options: AgentOptions) -> None:

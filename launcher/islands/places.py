@@ -17,8 +17,8 @@ from elasticzero.launcher.store.api import Entry, LeaseLost, Store, unchanged
 PREFIX = "places/"
 
 
-class Place:
-    """Is a node's place on an island."""
+class Reservation:
+    """Reserves a node's place on an island."""
 
     def __init__(self, store: Store, node: str, size: int, ttl_s: int) -> None:
         """Takes a place.

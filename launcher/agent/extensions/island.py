@@ -23,7 +23,7 @@ from elasticzero.launcher.islands.follower import FollowerOutlets, IslandFollowe
 from elasticzero.launcher.islands.keeper import SILENCE_S, AtHand, IslandKeeper, Outlets
 from elasticzero.launcher.islands.lead import IslandPlace
 from elasticzero.launcher.islands.news_board import IslandNews, NewsBoard
-from elasticzero.launcher.islands.places import Place
+from elasticzero.launcher.islands.places import Reservation
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.rounds.documents import Committed
 from elasticzero.launcher.protocol.view import View
@@ -42,8 +42,8 @@ class IslandInEtcd:
     """The part that all islands of the job share."""
     island: Store
     """The part that the nodes of this island share."""
-    place: Place | None
-    """This node's place on the island; None: it needs none."""
+    reservation: Reservation | None
+    """That of this node's place on the island; None: it needs none."""
 
 
 class IslandExtension(AgentExtension):
@@ -88,7 +88,7 @@ class IslandExtension(AgentExtension):
         """What this node does for its island; None: it has no workers in the island's world."""
         self._news: IslandNews | None = None
         """What this node has for the island's other nodes; None: it has nothing."""
-        self._island_place = in_etcd.place
+        self._reservation = in_etcd.reservation
         self._head: tuple[str, HttpStorage] | None = None
         """Files of the head that this node follows, and its address."""
 
@@ -108,12 +108,12 @@ class IslandExtension(AgentExtension):
         self._contained(lambda: self._begin(world, ranks[0]))
 
     def _begin(self, world: World, first_rank: int) -> None:
-        part, self._first_rank, self._head = self._part, first_rank, None
-        place = self._me.run, world.generation
-        self._news = None
+        part, self._first_rank, self._news = self._part, first_rank, None
+        run, generation = self._me.run, world.generation
+        self._forget_head()
         if first_rank == 0:
             if len(world.members) > 1:
-                self._news = IslandNews(run=place[0], generation=place[1], recent=())
+                self._news = IslandNews(run=run, generation=generation, recent=())
             if not isinstance(part, IslandKeeper):
                 self._part = part = self._keeper(self._ended(part))
             part.generation_begins()
@@ -121,7 +121,7 @@ class IslandExtension(AgentExtension):
             if not isinstance(part, IslandFollower):
                 self._ended(part)
                 self._part = part = self._follower()
-            part.generation_begins(place)
+            part.generation_begins((run, generation))
 
     def _ended(self, part: IslandKeeper | IslandFollower | None) -> AtHand | None:
         """Ends what this node has done so far; returns what it knows of the rounds then."""
@@ -179,9 +179,9 @@ class IslandExtension(AgentExtension):
 
     def _turn(self, view: View) -> None:
         world, now_s = view.world, time.monotonic()
-        if self._island_place is not None:
+        if self._reservation is not None:
             with suppress(StoreUnavailable):
-                self._island_place.keep()
+                self._reservation.keep()
         if world is None or self._part is None:
             return
         if isinstance(self._part, IslandFollower):
@@ -196,10 +196,14 @@ class IslandExtension(AgentExtension):
     def _files_of(self, head: Member) -> HttpStorage:
         """Returns the files of the head."""
         if self._head is None or self._head[0] != head.address:
-            if self._head is not None:
-                self._head[1].close()
+            self._forget_head()
             self._head = head.address, self._reach(head.address, self._me.run)
         return self._head[1]
+
+    def _forget_head(self) -> None:
+        if self._head is not None:
+            self._head[1].close()
+            self._head = None
 
     def _note_round(self, history: int, fragment: int, past: Committed) -> None:
         """Notes a committed round in the agent's log and metrics."""
@@ -238,5 +242,6 @@ class IslandExtension(AgentExtension):
         """Leaves the rounds."""
         if self._part is not None and not self._has_failed:
             self._part.close()
+        self._forget_head()
         self._board.close()
         self._documents.close()
