@@ -157,6 +157,7 @@ def test_a_newcomer_may_start_later_than_a_process_group_may_take(
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     arguments = ["--nnodes", "1:2", "--checkpoint-dir", str(checkpoints), "--settle", "0"]
+    arguments += ["--changes-inside", "off"]  # else it prepares beside the training
     arguments += ["--keep-workers"] if survivor == "kept" else []
     arguments += [str(REGRESSION), "--slow-start", str(1.4 * CONNECT_S), "--slow-rank", "1"]
     with story(tmp_path, etcd.endpoint, job, arguments, nodes=1) as told:
