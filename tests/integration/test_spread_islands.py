@@ -15,6 +15,7 @@ from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.clusters import Story
 from tests.integration.test_islands import (
+    NONE_LAPSES,
     check_as_of_one_process,
     check_each_sample_counts_once,
     job,
@@ -62,8 +63,9 @@ def test_two_islands_of_two_nodes_are_one_process(
     diloco = f"every=1,outer-lr=1,outer-momentum=0,wait=60,inner={inner}"
     arguments = ("--model", "regress", "--samples", "240", "--lr", "0.05", "--pause", "0")
     name = f"spread-{inner}-{workers}"
+    options = (*TWO_NODES, *NONE_LAPSES)
     with job(
-        tmp_path, etcd, name, diloco, *arguments, nodes=4, workers=workers, options=TWO_NODES
+        tmp_path, etcd, name, diloco, *arguments, nodes=4, workers=workers, options=options
     ) as told:
         codes = told.wait_for_end()
         assert set(codes.values()) == {0}, told.logs()
@@ -149,11 +151,14 @@ def test_islands_that_start_again_go_on_from_a_committed_round(
     end as islands of one node do that nothing has disturbed."""
     diloco = "every=2,outer-lr=0.7,outer-momentum=0.9,wait=60"
     arguments = ("--model", "regress", "--samples", "480", "--lr", "0.05", "--pause", "0.05")
-    with job(tmp_path, etcd, "spread-undisturbed", diloco, *arguments, nodes=2) as told:
+    calm = NONE_LAPSES
+    with job(
+        tmp_path, etcd, "spread-undisturbed", diloco, *arguments, nodes=2, options=calm
+    ) as told:
         assert set(told.wait_for_end().values()) == {0}, told.logs()
         undisturbed = torch.tensor(weights_of(told)["node-0"], dtype=torch.float64)
     saves = tmp_path / "saves"
-    options = ("--checkpoint-dir", str(saves), "--checkpoint-every", "4", *TWO_NODES)
+    options = ("--checkpoint-dir", str(saves), "--checkpoint-every", "4", *TWO_NODES, *calm)
     with job(tmp_path, etcd, "spread-killed", diloco, *arguments, nodes=4, options=options) as told:
         nodes = [*told.cluster.nodes.values()]
         told.wait("steps", lambda: all(len(used_by(told, n.name)) > 17 for n in nodes))
