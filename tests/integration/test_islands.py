@@ -172,8 +172,7 @@ def test_islands_that_start_again_go_on_from_a_committed_round(
     arguments = ("--model", "regress", "--samples", "480", "--lr", "0.05", "--pause", "0.05")
     ends = []
     for case in ("undisturbed", "killed"):
-        saves = ("--checkpoint-dir", str(tmp_path / case), "--checkpoint-every", "4")
-        saves += NONE_LAPSES
+        saves = ["--checkpoint-dir", str(tmp_path / case), "--checkpoint-every", "4", *NONE_LAPSES]
         with job(tmp_path, etcd, case, diloco, *arguments, nodes=2, options=saves) as told:
             if case == "killed":
                 told.wait(

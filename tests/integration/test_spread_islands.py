@@ -151,14 +151,13 @@ def test_islands_that_start_again_go_on_from_a_committed_round(
     end as islands of one node do that nothing has disturbed."""
     diloco = "every=2,outer-lr=0.7,outer-momentum=0.9,wait=60"
     arguments = ("--model", "regress", "--samples", "480", "--lr", "0.05", "--pause", "0.05")
-    calm = NONE_LAPSES
     with job(
-        tmp_path, etcd, "spread-undisturbed", diloco, *arguments, nodes=2, options=calm
+        tmp_path, etcd, "spread-undisturbed", diloco, *arguments, nodes=2, options=NONE_LAPSES
     ) as told:
         assert set(told.wait_for_end().values()) == {0}, told.logs()
         undisturbed = torch.tensor(weights_of(told)["node-0"], dtype=torch.float64)
     saves = tmp_path / "saves"
-    options = ("--checkpoint-dir", str(saves), "--checkpoint-every", "4", *TWO_NODES, *calm)
+    options = ("--checkpoint-dir", str(saves), "--checkpoint-every", "4", *TWO_NODES, *NONE_LAPSES)
     with job(tmp_path, etcd, "spread-killed", diloco, *arguments, nodes=4, options=options) as told:
         nodes = [*told.cluster.nodes.values()]
         told.wait("steps", lambda: all(len(used_by(told, n.name)) > 17 for n in nodes))
