@@ -151,10 +151,14 @@ class BatchPlan:
                 f"{self.order.samples} samples, and drop_last drops what is left: nothing to do"
             )
 
+    @property
+    def steps_in_epoch(self) -> int:
+        """Returns the number of global batches of a whole epoch."""
+        whole, rest = divmod(self.order.samples, self.global_batch)
+        return whole + bool(rest and not self.drop_last)
+
     def steps_from(self, position: DataPosition) -> int:
         """Returns the number of global batches from `position` to the end of the loop."""
-        whole, rest = divmod(self.order.samples, self.global_batch)
-        in_epoch = whole + bool(rest and not self.drop_last)
         limits = []
         if self.epochs is not None:
             at = self.wrapped(position)
@@ -163,7 +167,8 @@ class BatchPlan:
                 left // self.global_batch if self.drop_last else -(-left // self.global_batch)
             )
             epochs_left = at.first_epoch + self.epochs - at.epoch
-            limits.append(in_first + in_epoch * (epochs_left - 1) if epochs_left > 0 else 0)
+            rest = self.steps_in_epoch * (epochs_left - 1)
+            limits.append(in_first + rest if epochs_left > 0 else 0)
         if self.steps is not None:
             limits.append(max(0, self.steps - position.steps))
         return min(limits)

@@ -91,7 +91,6 @@ def without_islands(position: DataPosition, plan: BatchPlan) -> tuple[DataPositi
     left = position.island.left
     first = min((start for start, _ in left.earlier), default=left.next)
     epoch, offset = divmod(first, used_in_epoch(plan))
-    batches = -(-used_in_epoch(plan) // plan.global_batch)
-    steps = epoch * batches + -(-offset // plan.global_batch)
+    steps = epoch * plan.steps_in_epoch + -(-offset // plan.global_batch)
     after = replace(position, epoch=epoch, offset=offset, steps=steps, island=None)
     return after, left.committed - first

@@ -241,8 +241,8 @@ def _checkpoint_directory(
     place = open_directory(
         args.checkpoint_dir.rstrip("/") + folder if folder else args.checkpoint_dir
     )
-    check_outside_steps(place.where)
-    # A folder of islands holds no checkpoints of its own.
+    if folder:  # it holds no checkpoints of its own
+        check_outside_steps(place.where)
     check = place.check_writable if folder else partial(check_writable, place)
     try:
         within(STORAGE_LIMIT_S, place.where, check)

@@ -203,9 +203,9 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         if coordination.storage_error is None and not has_begun:
             display.show("waiting for the checkpoint directory")
             _claim_checkpoints(options, endpoints, coordination.access)
-            if options.is_island:
+            if options.is_island and (saves := options.training.checkpoint_dir) is not None:
                 display.show("looking for checkpoints of other islands")
-                _retry_store(partial(_adopt_checkpoint, store, options), options)
+                _retry_store(partial(_adopt_checkpoint, store, options, saves), options)
         agree = partial(agree_on_token, node_token=coordination.token, tls=coordination.tls.mode)
         record = None
         if options.is_island:  # all islands have one token
@@ -338,15 +338,21 @@ def _at_island(
     return on_island(options, island), reserved
 
 
-def _adopt_checkpoint(store: Store, options: AgentOptions) -> None:
+def _adopt_checkpoint(store: Store, options: AgentOptions, saves: str) -> None:
     """Has the island begin with the checkpoint of another one, where it has not begun, and has
-    none."""
-    saves, island = options.training.checkpoint_dir, str(options.island)
+    none.
+
+    Args:
+        store: The island's part of etcd.
+        options: Options of the node.
+        saves: The directory in which the island saves.
+    """
+    island, log_line = str(options.island), partial(log_for_node, options.node)
 
     def adopt() -> None:
-        if saves is not None and not _has_begun(store):
-            whole, log_line = saves.removesuffix(f"/{FOLDER}/{island}"), log_for_node
-            adopt_checkpoint(whole, island, options.nproc, partial(log_line, options.node))
+        if not _has_begun(store):
+            whole = saves.removesuffix(f"/{FOLDER}/{island}")
+            adopt_checkpoint(whole, island, options.nproc, log_line)
 
     one_node_at_a_time(store, options.node, int(options.policy.lease_ttl_s), adopt)
 

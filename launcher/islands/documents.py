@@ -60,6 +60,63 @@ def forget_past_rounds(store: Store) -> None:
         store.write({}, deletes=[STATE], conditions=[unchanged(STATE, state)])
 
 
+class Followed:
+    """Follows a part of the store. What cannot be read counts as absent, and is named once."""
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        changed: Callable[[], None],
+        log_line: Callable[[str], None],
+    ) -> None:
+        """Begins to follow it.
+
+        Args:
+            store: The store.
+            prefix: What the keys begin with.
+            changed: Called after each change, in a thread of the store.
+            log_line: Receives a line about a document that cannot be read.
+        """
+        self._changed, self._log_line = changed, log_line
+        self._lock = threading.Lock()
+        self._newest: PrefixState | None = None
+        self._read: dict[str, tuple[int, Any]] = {}
+        """Document of each key, with the revision at which it was written."""
+        self._watch = store.watch(prefix, self._take)
+
+    def _take(self, state: PrefixState) -> None:
+        with self._lock:
+            self._newest = state
+        self._changed()
+
+    @property
+    def state(self) -> PrefixState | None:
+        """Returns what the store has said last; None: nothing yet."""
+        with self._lock:
+            return self._newest
+
+    def document(self, kind: type[T], entry: Entry) -> T | None:
+        """Returns what an entry says; None: that cannot be read."""
+        before = self._read.get(entry.key)
+        if before is None or before[0] != entry.mod_revision:
+            self._read[entry.key] = before = entry.mod_revision, self._decoded(kind, entry)
+        value: T | None = before[1]
+        return value
+
+    def _decoded(self, kind: type[T], entry: Entry) -> T | None:
+        try:
+            value: T = decode(kind, parse_json(entry.value, entry.key), entry.key)
+        except RecordError as error:
+            self._log_line(f"{shown(entry.key)} cannot be read, and counts as absent: {error}")
+            return None
+        return value
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self._watch.close()
+
+
 class RoundDocuments:
     """Follows the documents of the rounds, and writes this island's."""
 
@@ -83,62 +140,33 @@ class RoundDocuments:
         self._store = store
         self._key = REPORTS + island
         self._ttl_s = ttl_s
-        self._changed = changed
-        self._log_line = log_line
-        self._lock = threading.Lock()
-        self._newest: PrefixState | None = None
-        self._read: dict[str, tuple[int, Any]] = {}
-        """Document of each key, with the revision at which it was written."""
         self._lease: Lease | None = None
         self._written: bytes | None = None
         """Report that was written last, under the present lease."""
         self._written_at = 0, 0
         """History and revision of that write."""
-        self._watch = store.watch(PREFIX, self._take)
-
-    def _take(self, state: PrefixState) -> None:
-        with self._lock:
-            self._newest = state
-        self._changed()
-
-    def _entries(self) -> Mapping[str, Entry]:
-        with self._lock:
-            return {} if self._newest is None else self._newest.entries
+        self._followed = Followed(store, PREFIX, changed, log_line)
 
     @property
     def is_known(self) -> bool:
         """Returns whether the store has said what there is."""
-        return self._newest is not None
+        return self._followed.state is not None
 
     def read(self) -> Documents:
         """Returns what the store has said last."""
-        entries = self._entries()
+        state, document = self._followed.state, self._followed.document
+        entries = {} if state is None else state.entries
         ordered = sorted(
             (entry for key, entry in entries.items() if key.startswith(REPORTS)),
             key=lambda entry: entry.create_revision,
         )
-        read = ((e.key.removeprefix(REPORTS), self._document(IslandReport, e)) for e in ordered)
-        state = entries.get(STATE)
+        read = ((e.key.removeprefix(REPORTS), document(IslandReport, e)) for e in ordered)
+        entry = entries.get(STATE)
         return Documents(
-            rounds=None if state is None else self._document(Rounds, state),
+            rounds=None if entry is None else document(Rounds, entry),
             reports={name: report for name, report in read if report is not None},
             basis=entries,
         )
-
-    def _document(self, kind: type[T], entry: Entry) -> T | None:
-        before = self._read.get(entry.key)
-        if before is None or before[0] != entry.mod_revision:
-            self._read[entry.key] = before = entry.mod_revision, self._decoded(kind, entry)
-        value: T | None = before[1]
-        return value
-
-    def _decoded(self, kind: type[T], entry: Entry) -> T | None:
-        try:
-            value: T = decode(kind, parse_json(entry.value, entry.key), entry.key)
-        except RecordError as error:
-            self._log_line(f"{shown(entry.key)} cannot be read, and counts as absent: {error}")
-            return None
-        return value
 
     def put_report(self, report: IslandReport) -> None:
         """Writes this island's report, and renews its registration where that has lapsed; raises
@@ -146,8 +174,7 @@ class RoundDocuments:
         if self._lease is None or self._lease.lost:
             self._lease, self._written = self._store.lease(self._ttl_s), None
         data = to_bytes(report)
-        with self._lock:
-            state = self._newest
+        state = self._followed.state
         entry = None if state is None else state.entries.get(self._key)
         is_unseen = state is None or is_before(state, self._written_at)
         if data == self._written and (is_unseen or (entry is not None and entry.value == data)):
@@ -195,5 +222,5 @@ class RoundDocuments:
 
     def close(self) -> None:
         """Ends the watch and the registration."""
-        self._watch.close()
+        self._followed.close()
         self.leave()

@@ -188,7 +188,7 @@ class Exchange:
                     data[piece.bytes] = wire.encode(values_E[piece.elements], piece)
             for piece in wire.pieces():
                 values_E[piece.elements] = wire.decode(data[piece.bytes], piece)
-        return Exchanged(task=task, result=self._files.digest(_file_of(name, wire)))
+        return Exchanged(task=task, result=self._files.digest(read_name(name, wire)))
 
     def _sum_up(self, task: SumUp, digests: Mapping[str, str]) -> Exchanged:
         """Computes the mean of contributions while they come, and the outer state after it."""
@@ -241,7 +241,7 @@ class Exchange:
         """Fetches a contribution of the island, and decodes what was rounded for others."""
         name = sent_name(task.fragment, task.incarnation, task.number)
         wire = self._wires[task.fragment]
-        fetched = _file_of(name, wire)
+        fetched = read_name(name, wire)
         self._fetch((HEAD,), fetched, wire.nbytes, None)
         if fetched != name:
             data = self._files.data(fetched, wire.nbytes)
@@ -343,7 +343,7 @@ class _Part:
         """
         self.island, self.samples = contributor.island, contributor.samples
         name = sent_name(fragment, contributor.incarnation, contributor.number)
-        self._name, self._wire = _file_of(name, wire), wire
+        self._name, self._wire = read_name(name, wire), wire
         self._source, self._files, self.is_foreign = source, files, source is not None
         self._hasher = xxhash.xxh3_128()
 
@@ -388,8 +388,8 @@ def _read(source: Source, name: str, start: int, into: Bytes) -> None:
         raise StorageError(f"{source.where}/{name} is too short")
 
 
-def _file_of(sent: str, wire: RoundWire) -> str:
-    """Returns the name of the file with a contribution as others read it.
+def read_name(sent: str, wire: RoundWire) -> str:
+    """Returns the name of the file with a contribution as other islands read it.
 
     Args:
         sent: Name of the file that the workers have written.

@@ -15,16 +15,13 @@ all ranks see the same news, in the order of their numbers. Rules:
 from __future__ import annotations
 
 import queue
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.ipc.rounds import (
     NONE,
     PARTS,
-    IslandAt,
     JoinRounds,
     RoundNews,
     encoded_name,
@@ -33,39 +30,27 @@ from elasticzero.ipc.rounds import (
 )
 from elasticzero.launcher.islands.exchange import (
     HEAD,
+    Agreed,
     Exchange,
     Exchanged,
     PrepareSent,
     TakeSent,
     ToDo,
     agreed_in,
+    read_name,
 )
 from elasticzero.launcher.islands.files import RoundFiles
-from elasticzero.launcher.islands.keeper import QUIET_S, RETRY_S, AtHand
 from elasticzero.launcher.islands.news import refusal
 from elasticzero.launcher.islands.news_board import IslandNews
+from elasticzero.launcher.islands.node import RETRY_S, AtHand, NodeOutlets, NodeWorkers, RareLine
 from elasticzero.launcher.protocol.rounds.documents import Outer
 from elasticzero.launcher.protocol.rounds.island import TakeOuter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowerOutlets:
-    """Holds what a follower calls."""
-
-    tell: Callable[[RoundNews], None]
-    """Sends news to this node's workers."""
-    wake: Callable[[], None]
-    """Wakes the agent's loop; called from other threads."""
-    log_line: Callable[[str], None]
-    """Receives lines for people."""
-    count_bytes: Callable[[int], None]
-    """Counts bytes that were fetched; called in another thread."""
 
 
 class IslandFollower:
     """Tells this node's workers what the head tells its own."""
 
-    def __init__(self, workers: int, files: RoundFiles, outlets: FollowerOutlets) -> None:
+    def __init__(self, workers: int, files: RoundFiles, outlets: NodeOutlets) -> None:
         """Begins before the workers have their state.
 
         Args:
@@ -73,14 +58,12 @@ class IslandFollower:
             files: The files of this node.
             outlets: What the follower calls.
         """
-        self._workers, self._files, self._outlets = workers, files, outlets
-        self._joins: dict[int, JoinRounds] = {}
-        self._at: dict[int, deque[IslandAt]] = {}
-        """Messages of each worker that others have not sent yet."""
+        self._workers, self._files, self._outlets = NodeWorkers(workers), files, outlets
         self._progress = NONE
         """How far this node's workers are, by what all of them have said."""
         self._has_old_files = True
         """True until contributions of earlier generations are removed."""
+        self._agreed: Agreed | None = None
         self._exchange: Exchange | None = None
         self._head: HttpStorage | None = None
         self._place, self._told = (0, 0), 0
@@ -91,7 +74,7 @@ class IslandFollower:
         self._retry_s: dict[ToDo, float] = {}
         """When a task that has failed may be tried again."""
         self._ended: queue.SimpleQueue[Exchanged] = queue.SimpleQueue()
-        self._quiet_until_s = 0.0
+        self._failures = RareLine(outlets.log_line)
 
     @property
     def at_hand(self) -> AtHand | None:
@@ -105,7 +88,7 @@ class IslandFollower:
             place: The run and the generation.
         """
         self._place, self._told, self._has_old_files = place, 0, True
-        self._joins, self._at = {}, {}
+        self._workers.begin_anew()
 
     def received(self, rank: int, message: Any) -> None:
         """Takes in a message of a worker.
@@ -114,22 +97,18 @@ class IslandFollower:
             rank: Local rank of the worker.
             message: The message; all but those of rounds are ignored.
         """
-        if isinstance(message, JoinRounds):
-            self._joins[rank] = message
-            self._progress = message.progress
-            if self._exchange is None:
-                self._exchange = Exchange(
-                    self._files,
-                    agreed_in(message),
-                    lambda _: self._head,
-                    self._task_ended,
-                    self._outlets.count_bytes,
-                )
-        elif isinstance(message, IslandAt):
-            self._at.setdefault(rank, deque()).append(message)
-            while len(self._at) == self._workers and all(self._at.values()):
-                first = [waiting.popleft() for waiting in self._at.values()]
-                self._progress = first[0].progress
+        whole = self._workers.take(rank, message)
+        if whole is not None:
+            self._progress = whole.progress
+        if isinstance(whole, JoinRounds) and self._exchange is None:
+            self._agreed = agreed_in(whole)
+            self._exchange = Exchange(
+                self._files,
+                self._agreed,
+                lambda _: self._head,
+                self._task_ended,
+                self._outlets.count_bytes,
+            )
 
     def turn(self, now_s: float, doc: IslandNews | None, head: HttpStorage) -> None:
         """Does what is to be done now.
@@ -142,7 +121,7 @@ class IslandFollower:
         self._head = head
         while not self._ended.empty():
             self._take(self._ended.get(), now_s)
-        if len(self._joins) < self._workers or (self._has_old_files and self._busy):
+        if not self._workers.are_there or (self._has_old_files and self._busy):
             return
         if self._has_old_files:
             self._files.remove("sent-")
@@ -186,12 +165,14 @@ class IslandFollower:
 
     def _unprepared(self) -> Iterator[PrepareSent]:
         """Yields the contributions that are to be rounded, and are not (IF3)."""
+        assert self._agreed is not None  # workers have joined
         progress = self._progress
-        for number, part in enumerate(progress.fragments):
+        pairs = zip(progress.fragments, self._agreed.wires, strict=False)
+        for number, (part, wire) in enumerate(pairs):
             if part.sent is None:
                 continue
             name = sent_name(number, progress.incarnation, part.sent.number)
-            if self._is_lossy(number) and self._has(name) and not self._has(encoded_name(name)):
+            if self._has(name) and not self._has(read_name(name, wire)):
                 yield PrepareSent(
                     fragment=number, incarnation=progress.incarnation, number=part.sent.number
                 )
@@ -217,10 +198,6 @@ class IslandFollower:
             outer = Outer(round=round, digest=digest)
             yield TakeOuter(fragment=number, outer=outer, sources=(HEAD,))
 
-    def _is_lossy(self, number: int) -> bool:
-        wire = agreed_in(self._joins[0]).wires[number]
-        return wire.is_lossy and wire.nbytes > 0
-
     def _has(self, name: str) -> bool:
         return self._files.path(name).exists()
 
@@ -240,9 +217,7 @@ class IslandFollower:
         if not outcome.error:
             return
         self._retry_s[outcome.task] = now_s + RETRY_S
-        if now_s >= self._quiet_until_s:
-            self._quiet_until_s = now_s + QUIET_S
-            self._outlets.log_line(f"following the island's rounds: {outcome.error}; trying again")
+        self._failures.log(f"following the island's rounds: {outcome.error}; trying again")
 
     def _clean(self, news: RoundNews) -> None:
         """Removes files that this node's workers do not read any more."""

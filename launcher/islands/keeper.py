@@ -21,8 +21,7 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -35,7 +34,6 @@ from elasticzero.ipc.rounds import (
     IslandProgress,
     JoinRounds,
     RoundNews,
-    SamplesLeft,
     encoded_name,
     outer_name,
     own_name,
@@ -53,6 +51,7 @@ from elasticzero.launcher.islands.exchange import (
 from elasticzero.launcher.islands.files import RoundFiles, size_of
 from elasticzero.launcher.islands.lead import IslandPlace, Lead
 from elasticzero.launcher.islands.news import left_of, news_of, refusal, seat_after_the_end
+from elasticzero.launcher.islands.node import RETRY_S, AtHand, NodeOutlets, NodeWorkers, RareLine
 from elasticzero.launcher.protocol.rounds.documents import (
     Committed,
     Contribution,
@@ -72,10 +71,6 @@ from elasticzero.launcher.store.membership import new_incarnation
 AHEAD_TTLS, MOST_AHEAD = 3.0, 256
 """Multiple of a registration's TTL for which an island has samples, so that it goes on while a lost
 lead is replaced; and the most claims that it asks for besides the one that it trains on."""
-RETRY_S = 0.5
-"""Seconds after which a transfer that has failed is tried again."""
-QUIET_S = 10.0
-"""Seconds for which no line about a failed transfer follows another."""
 SILENCE_S = 20.0
 """Seconds without data after which a transfer between islands ends."""
 
@@ -87,33 +82,15 @@ class Reach(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlets:
+class Outlets(NodeOutlets):
     """Holds what a keeper calls."""
 
     reach: Reach
     """Opens the files of another island's agent."""
-    tell: Callable[[RoundNews], None]
-    """Sends news to this node's workers."""
-    wake: Callable[[], None]
-    """Wakes the agent's loop; called from other threads."""
-    log_line: Callable[[str], None]
-    """Receives lines for people."""
     note_round: Callable[[int, int, Committed], None]
     """Notes a committed round: the number of the history, and that of the fragment."""
-    count_bytes: Callable[[int], None]
-    """Counts bytes that were fetched from another island; called in another thread."""
     outage_end_s: Callable[[], float] = lambda: 0.0
     """Returns when the store last came back, on the monotonic clock."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtHand:
-    """Holds what a node knows of rounds that its island takes part in, with the files at hand."""
-
-    outers: Sequence[Outer]
-    """The newest outer state of each fragment that its workers were told of."""
-    left: SamplesLeft
-    """Samples with which rounds would go on that begin with these."""
 
 
 @dataclass
@@ -158,16 +135,12 @@ class IslandKeeper:
         self._seat = 0
         self._join: JoinRounds | None = None
         """Message of the workers that have come last; None: none has."""
-        self._are_there = False
-        """True once all workers of the present generation have said so."""
         self._left = at_hand.left if at_hand else None
         """Samples with which rounds would go on that begin with the outer states; None: those of
         the state that the workers have restored."""
         self._retry_s: dict[int, float] = {}
         """When a task for a fragment may be tried again, after one that has failed."""
-        self._joins: dict[int, JoinRounds] = {}
-        self._at: dict[int, deque[IslandAt]] = {}
-        """Messages of each worker that others have not sent yet."""
+        self._workers = NodeWorkers(place.workers)
         self._progress: IslandProgress | None = None
         self._waits = self._leaves = False
         self._fragments = [_Fragment(outer=outer) for outer in at_hand.outers] if at_hand else []
@@ -183,13 +156,13 @@ class IslandKeeper:
         that one takes."""
         self._committed = CommittedRounds()
         self._lead = Lead(place, documents, outlets.log_line, outlets.outage_end_s)
-        self._quiet_until_s = 0.0
+        self._failures = RareLine(outlets.log_line)
 
     # What workers say.
 
     def generation_begins(self) -> None:
         """Notes that other workers begin, which have said nothing yet. Rounds go on meanwhile."""
-        self._joins, self._at, self._are_there = {}, {}, False
+        self._workers.begin_anew()
         self._news = None
 
     def received(self, rank: int, message: Any) -> None:
@@ -199,18 +172,14 @@ class IslandKeeper:
             rank: Local rank of the worker.
             message: The message; all but those of rounds are ignored.
         """
-        if isinstance(message, JoinRounds):
-            self._joins[rank] = message
-            if len(self._joins) == self._place.workers:
-                self._workers_have_joined(message)
-        elif isinstance(message, IslandAt):
-            self._at.setdefault(rank, deque()).append(message)
-            if len(self._at) == self._place.workers and all(self._at.values()):
-                first = [waiting.popleft() for waiting in self._at.values()]
-                self._workers_are_at(first[0])
+        whole = self._workers.take(rank, message)
+        if isinstance(whole, JoinRounds):
+            self._workers_have_joined(whole)
+        elif whole is not None:
+            self._workers_are_at(whole)
 
     def _workers_have_joined(self, join: JoinRounds) -> None:
-        self._join, self._are_there = join, True
+        self._join = join
         if self._exchange is None:
             if len(self._fragments) != len(join.fragments):
                 self._begin_with_own(join)
@@ -268,7 +237,7 @@ class IslandKeeper:
     def _prepare_sent(self) -> None:
         """Has contributions prepared that are not, once it may be tried."""
         at = self._progress
-        if at is None or self._exchange is None or not self._are_there:
+        if at is None or self._exchange is None or not self._workers.are_there:
             return
         for number, part in enumerate(at.fragments):
             digests = self._fragments[number].digests
@@ -317,7 +286,7 @@ class IslandKeeper:
             for number, past in self._committed.new_in(read.rounds):
                 self._outlets.note_round(read.rounds.history, number, past)
             self._tell_news(read.rounds, {*read.reports} - {self._place.name})
-        if self._are_there:
+        if self._workers.are_there:
             self._clean()
 
     def _is_refused(self, join: JoinRounds, read: Documents) -> bool:
@@ -429,9 +398,8 @@ class IslandKeeper:
 
     def _say_error(self, outcome: Exchanged) -> None:
         """Logs why a task has failed, but not every time."""
-        if outcome.error and (now_s := time.monotonic()) >= self._quiet_until_s:
-            self._quiet_until_s = now_s + QUIET_S
-            self._log(f"a round cannot go on yet: {outcome.error}")
+        if outcome.error:
+            self._failures.log(f"a round cannot go on yet: {outcome.error}")
 
     def _open_source(self, island: str) -> HttpStorage | None:
         """Returns the files of another island's agent; called in the exchange's thread."""
@@ -456,7 +424,7 @@ class IslandKeeper:
         ahead = math.ceil(AHEAD_TTLS * self._place.ttl_s / max(self._claim_s[2], 1e-3))
         if join.settings.wait:  # it goes no faster than the others
             ahead = 1
-        trains = self._are_there and not self._leaves
+        trains = self._workers.are_there and not self._leaves
         return IslandReport(
             incarnation=self._incarnation,
             address=self._place.address,
@@ -521,7 +489,7 @@ class IslandKeeper:
             rounds: The rounds.
             others: The other islands that live.
         """
-        if not self._are_there or (self._news is not None and self._news.refused):
+        if not self._workers.are_there or (self._news is not None and self._news.refused):
             return
         if rounds.done and not self._takes_part(rounds) and not others:
             self._refuse("has come after the last round, and no other island is there any more")

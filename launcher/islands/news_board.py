@@ -6,15 +6,13 @@ over what it has seen, so that a head of before cannot write over what a later o
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elasticzero.ipc.rounds import RoundNews
+from elasticzero.launcher.islands.documents import Followed
 from elasticzero.launcher.protocol.documents import to_bytes
-from elasticzero.launcher.store.api import PrefixState, Store, is_before, unchanged
-from elasticzero.serialization import RecordError, decode, parse_json
-from elasticzero.text import shown
+from elasticzero.launcher.store.api import Store, is_before, unchanged
 
 NEWS = "rounds/news"
 
@@ -57,38 +55,16 @@ class NewsBoard:
             changed: Called after each change, in a thread of the store.
             log_line: Receives a line where it cannot be read.
         """
-        self._store, self._changed, self._log_line = store, changed, log_line
-        self._lock = threading.Lock()
-        self._newest: PrefixState | None = None
-        self._read: tuple[int, IslandNews | None] = 0, None
-        """Revision of the entry that was read last, and what it says."""
+        self._store = store
         self._written = 0, 0
         """History and revision of this node's last write."""
-        self._watch = store.watch(NEWS, self._take)
-
-    def _take(self, state: PrefixState) -> None:
-        with self._lock:
-            self._newest = state
-        self._changed()
-
-    def _state(self) -> PrefixState | None:
-        with self._lock:
-            return self._newest
+        self._followed = Followed(store, NEWS, changed, log_line)
 
     def read(self) -> IslandNews | None:
         """Returns what was written last; None: there is nothing that can be read."""
-        state = self._state()
+        state = self._followed.state
         entry = None if state is None else state.entries.get(NEWS)
-        if entry is None:
-            return None
-        if entry.mod_revision != self._read[0]:
-            try:
-                doc = decode(IslandNews, parse_json(entry.value, entry.key), entry.key)
-            except RecordError as error:
-                doc = None
-                self._log_line(f"{shown(NEWS)} cannot be read, and counts as absent: {error}")
-            self._read = entry.mod_revision, doc
-        return self._read[1]
+        return None if entry is None else self._followed.document(IslandNews, entry)
 
     def keep(self, doc: IslandNews) -> None:
         """Has a document be there, unless a later generation has written its own; what is not
@@ -100,7 +76,7 @@ class NewsBoard:
         Raises:
             StoreUnavailable: The store does not answer.
         """
-        state = self._state()
+        state = self._followed.state
         if state is None or is_before(state, self._written):
             return  # what was written is not seen yet
         present = self.read()
@@ -112,4 +88,4 @@ class NewsBoard:
 
     def close(self) -> None:
         """Ends the watch."""
-        self._watch.close()
+        self._followed.close()

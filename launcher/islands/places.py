@@ -38,7 +38,7 @@ class Reservation:
         try:
             while True:
                 entries = store.read(PREFIX).entries
-                self._key = free_place(entries, node, size)
+                self._key = _free_place(entries, node, size)
                 if self._write(entries.get(self._key)):
                     break
         except BaseException:
@@ -70,7 +70,7 @@ class Reservation:
         self._lease.close(revoke=True)
 
 
-def free_place(entries: Mapping[str, Entry], node: str, size: int) -> str:
+def _free_place(entries: Mapping[str, Entry], node: str, size: int) -> str:
     """Returns the key of the place that a node is to take: its own, or the first that is free.
 
     Args:

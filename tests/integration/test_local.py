@@ -12,7 +12,7 @@ from elasticzero.launcher.observability.lineage import Lineage
 from elasticzero.launcher.snapshots.shared_memory import is_owned, snapshot_directory
 from tests.integration.clusters import REGRESSION, elasticzero, events_in
 from tests.integration.test_elastic_training import check_samples
-from tests.integration.test_orphans import wait_until
+from tests.support.deadlines import wait_until
 
 PLAIN = """
 import sys, time

@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from elasticzero.launcher.snapshots.shared_memory import snapshot_directory
 from elasticzero.launcher.store.etcd.server import EtcdServer
 from elasticzero.processes import descendants, is_alive
 from tests.integration.clusters import REGRESSION, born, elasticzero
-from tests.support.deadlines import patience
+from tests.support.deadlines import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.cold]
 
@@ -29,13 +27,6 @@ daemon = subprocess.Popen(["sleep", "300"], start_new_session=True)
 pathlib.Path(sys.argv[1]).write_text(str(daemon.pid))
 time.sleep(float(sys.argv[2]))
 """
-
-
-def wait_until(so: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + patience(PATIENCE_S)
-    while not so():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
 
 
 def wait_until_gone(pids: list[tuple[int, str]]) -> None:

@@ -50,9 +50,15 @@ def patience(seconds: float) -> float:
     return seconds * min(MOST, max(1.0, *_slowness)) if _slowness else seconds
 
 
-def wait_until(so: Callable[[], object], what: str) -> None:
-    """Waits until something holds that other threads bring about; a long while, and then fails."""
-    end_s = time.monotonic() + patience(60.0)
+def wait_until(so: Callable[[], object], what: str, within_s: float = 30.0) -> None:
+    """Waits until something holds that others bring about; a long while, and then fails.
+
+    Args:
+        so: Returns whether it holds.
+        what: Says what is waited for.
+        within_s: The deadline, in seconds of a quiet machine.
+    """
+    end_s = time.monotonic() + patience(within_s)
     while not so():
         assert time.monotonic() < end_s, f"in vain for this: {what}"
         time.sleep(0.002)

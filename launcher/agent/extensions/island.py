@@ -19,10 +19,11 @@ from elasticzero.launcher.agent.extensions.base import AgentContext, AgentExtens
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.islands.documents import RoundDocuments
 from elasticzero.launcher.islands.files import RoundFiles
-from elasticzero.launcher.islands.follower import FollowerOutlets, IslandFollower
-from elasticzero.launcher.islands.keeper import SILENCE_S, AtHand, IslandKeeper, Outlets
+from elasticzero.launcher.islands.follower import IslandFollower
+from elasticzero.launcher.islands.keeper import SILENCE_S, IslandKeeper, Outlets
 from elasticzero.launcher.islands.lead import IslandPlace
 from elasticzero.launcher.islands.news_board import IslandNews, NewsBoard
+from elasticzero.launcher.islands.node import AtHand, NodeOutlets
 from elasticzero.launcher.islands.places import Reservation
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.rounds.documents import Committed
@@ -85,9 +86,10 @@ class IslandExtension(AgentExtension):
         self._outage_end_s = lambda: in_etcd.job.last_outage_end_s
         self._first_rank = 0
         self._part: IslandKeeper | IslandFollower | None = None
-        """What this node does for its island; None: it has no workers in the island's world."""
+        """Plays this node's part in the island; None: it has no workers in the island's world."""
         self._news: IslandNews | None = None
-        """What this node has for the island's other nodes; None: it has nothing."""
+        """Holds what the head tells the island's other nodes; None: this node is not the head of
+        others."""
         self._reservation = in_etcd.reservation
         self._head: tuple[str, HttpStorage] | None = None
         """Files of the head that this node follows, and its address."""
@@ -142,7 +144,7 @@ class IslandExtension(AgentExtension):
         return IslandKeeper(self._place, self._files, self._documents, outlets, at_hand)
 
     def _follower(self) -> IslandFollower:
-        outlets = FollowerOutlets(
+        outlets = NodeOutlets(
             tell=self._context.tell,
             wake=self._context.wake,
             log_line=self._log_line,

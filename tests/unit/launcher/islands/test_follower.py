@@ -29,21 +29,21 @@ from elasticzero.ipc.rounds import (
     sent_name,
 )
 from elasticzero.launcher.islands.files import RoundFiles, size_of
-from elasticzero.launcher.islands.follower import FollowerOutlets, IslandFollower
+from elasticzero.launcher.islands.follower import IslandFollower
 from elasticzero.launcher.islands.news_board import IslandNews
+from elasticzero.launcher.islands.node import NodeOutlets
 from elasticzero.options.diloco import DiLoCo
 from tests.support.deadlines import wait_until
+from tests.unit.launcher.islands.test_exchange import OtherNode
 
 SHAPE = FragmentShape(elements=3000, averaged=0, dtype="float32")
 
 
-class Head:
+class Head(OtherNode):
     """The files of the head, as its agent serves them."""
 
-    where = "head"
-
     def __init__(self, folder: Path) -> None:
-        self.files = RoundFiles(folder)
+        super().__init__("head", RoundFiles(folder))
         self.is_away = False
         self.reads: list[str] = []
 
@@ -51,12 +51,7 @@ class Head:
         self.reads.append(name)
         if self.is_away:
             raise StorageError("the head is away")
-        try:
-            with self.files.open_file(name) as file:
-                file.seek(start)
-                return sum(file.readinto(buffer) for buffer in buffers)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise StorageError(str(error)) from None
+        return super().read_into(name, start, *buffers)
 
     def make(self, name: str, seed: int) -> np.ndarray:
         values = np.random.default_rng(seed).standard_normal(SHAPE.elements).astype("float32")
@@ -84,7 +79,7 @@ class Node:
         self.lines: list[str] = []
         self.fetched: list[int] = []
         self.workers, self.settings, self.now_s = workers, DiLoCo(wire=wire), 0.0
-        outlets = FollowerOutlets(
+        outlets = NodeOutlets(
             tell=self.told.append,
             wake=lambda: None,
             log_line=self.lines.append,

@@ -1,4 +1,4 @@
-"""What the head of an island writes for its other nodes."""
+"""The head of an island writes news, and its other nodes read them."""
 
 from __future__ import annotations
 
