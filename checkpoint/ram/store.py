@@ -37,10 +37,10 @@ from elasticzero.checkpoint.format.names import (
     step_directory,
     step_of,
 )
-from elasticzero.checkpoint.ram.slots import SLOTS
+from elasticzero.checkpoint.ram.slots import HEADROOM_BYTES, SLOTS, free_bytes
 from elasticzero.checkpoint.steps.catalog import read_manifest
 from elasticzero.checkpoint.storage.disk import DiskStorage
-from elasticzero.errors import ElasticZeroError
+from elasticzero.errors import ElasticZeroError, StorageError
 from elasticzero.serialization import decode, encode
 
 HELD = "held"
@@ -170,6 +170,14 @@ class SnapshotStore:
             root: One of the two directories; None: the one in shared memory.
         """
         return DiskStorage(self.path(generation, step, root), durable=False)
+
+    def root_with(self, size: int) -> Path:
+        """Returns the one of the two directories that has room for so many bytes; raises
+        `StorageError` where none has."""
+        for root in self._roots:
+            if free_bytes(root) >= size + HEADROOM_BYTES:
+                return root
+        raise StorageError(f"{self.root} has no room for {size >> 20} MiB more")
 
     def held(self) -> list[HeldSnapshot]:
         """Returns every snapshot of which a rank's whole shard is here, oldest first."""

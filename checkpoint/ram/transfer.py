@@ -4,11 +4,12 @@ this node's."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES, BlockReader
-from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json
+from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json, to_json
 from elasticzero.checkpoint.format.names import (
     SUMS_SUFFIX,
     snapshot_manifest_name,
@@ -158,15 +159,8 @@ def pull(
         StorageError: The other node cannot be reached, or this one cannot write.
         CheckpointDamaged: A block is not what its owner has sealed.
     """
+    text, _, file, sums = _sealed(source, shard)
     name = snapshot_manifest_name(shard.rank, shard.world_size)
-    text = read_small(source, name, catalog.MANIFEST_LIMIT_BYTES)
-    manifest = from_json(text, f"{source.where}/{name}")
-    if (manifest.generation, manifest.step) != (shard.generation, shard.step):
-        raise CheckpointDamaged(
-            f"{source.where}/{name} is step {manifest.step} of generation {manifest.generation}"
-        )
-    file = manifest.files[shard.rank]
-    sums = read_small(source, file.name + SUMS_SUFFIX, SUMS_LIMIT_BYTES)
     blocks = BlockReader(source, file)
     slot = slots.take(file.bytes)
     memory = slot.view()
@@ -180,3 +174,59 @@ def pull(
     storage.write(file.name + SUMS_SUFFIX, [sums])
     storage.write(name, [text])
     return True
+
+
+def _sealed(source: Readable, shard: ShardName) -> tuple[bytes, Manifest, ShardFile, bytes]:
+    """Returns the text of a sealed shard's manifest, what it says of the whole and of the shard's
+    file, and the checksum file."""
+    name = snapshot_manifest_name(shard.rank, shard.world_size)
+    text = read_small(source, name, catalog.MANIFEST_LIMIT_BYTES)
+    manifest = from_json(text, f"{source.where}/{name}")
+    if (manifest.generation, manifest.step) != (shard.generation, shard.step):
+        raise CheckpointDamaged(
+            f"{source.where}/{name} is step {manifest.step} of generation {manifest.generation}"
+        )
+    file = manifest.files[shard.rank]
+    return text, manifest, file, read_small(source, file.name + SUMS_SUFFIX, SUMS_LIMIT_BYTES)
+
+
+def copy_shard(
+    source: Readable,
+    store: SnapshotStore,
+    shard: ShardName,
+    *,
+    kept_as: int,
+    cancelled: Callable[[], bool],
+) -> None:
+    """Copies a sealed shard of another job into plain files of this node's memory, and verifies
+    each block.
+
+    Args:
+        source: The files of the snapshot.
+        store: This node's memory.
+        shard: The shard to copy.
+        kept_as: Generation whose snapshot it becomes here.
+        cancelled: Returns whether to give up.
+
+    Raises:
+        FileNotFoundError: The shard is not there.
+        StorageError: It cannot be read, or there is no memory, or `cancelled` ended it.
+        CheckpointDamaged: A block is not what its owner has sealed.
+    """
+    _, manifest, file, sums = _sealed(source, shard)
+    blocks, buffer = BlockReader(source, file), memoryview(bytearray(_PART_BYTES))
+
+    def parts() -> Iterator[memoryview]:
+        for start in range(0, file.bytes, _PART_BYTES):
+            if cancelled():
+                raise StorageError(f"{source.where}: given up")
+            part = buffer[: min(_PART_BYTES, file.bytes - start)]
+            blocks.read_into(start, part)
+            yield part
+
+    storage = store.open(kept_as, shard.step, store.root_with(file.bytes))
+    storage.path.mkdir(parents=True, exist_ok=True)
+    storage.write(file.name, parts(), size=file.bytes)
+    storage.write(file.name + SUMS_SUFFIX, [sums])
+    name = snapshot_manifest_name(shard.rank, shard.world_size)
+    storage.write(name, [to_json(replace(manifest, generation=kept_as))])

@@ -64,7 +64,11 @@ class CaptureState:
             saving: Whether checkpoints are written.
             alone: Whether there is no agent, which would hold snapshots.
         """
-        useful = (shards == assignment.world_size or assignment.rolls_back) and not alone
+        useful = (
+            shards == assignment.world_size
+            or assignment.rolls_back
+            or assignment.diloco is not None  # for an island that comes
+        ) and not alone
         return cls(
             schedule=CaptureSchedule(start=0),
             takes_snapshots=useful and assignment.snapshot_every != 0,

@@ -32,10 +32,10 @@ from elasticzero.launcher.agent.etcd_hosting import (
 )
 from elasticzero.launcher.agent.extensions.base import ExtensionFactory
 from elasticzero.launcher.agent.extensions.island import IslandExtension, IslandInEtcd
+from elasticzero.launcher.agent.extensions.island_beginning import begun_as_others
 from elasticzero.launcher.agent.node_claim import listen_on_free_port
 from elasticzero.launcher.agent.status import Instruments, LoopPulse
 from elasticzero.launcher.http.server import AgentServer, TokenlessAccess, listen
-from elasticzero.launcher.islands.adoption import adopt_checkpoint, one_node_at_a_time
 from elasticzero.launcher.islands.documents import forget_past_rounds
 from elasticzero.launcher.islands.places import Reservation
 from elasticzero.launcher.observability import logging_setup
@@ -72,7 +72,6 @@ from elasticzero.launcher.store.watch_cache import DONE, MEMBERS, WORLD
 from elasticzero.launcher.tls.credentials import NodeName
 from elasticzero.launcher.tls.setup import node_contexts
 from elasticzero.launcher.workers.gloo_interface import confined, with_gloo_host
-from elasticzero.options.diloco import FOLDER
 from elasticzero.processes import collect_garbage_less_often
 from elasticzero.serialization import RecordError
 from elasticzero.text import list_text, shown
@@ -203,9 +202,6 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         if coordination.storage_error is None and not has_begun:
             display.show("waiting for the checkpoint directory")
             _claim_checkpoints(options, endpoints, coordination.access)
-            if options.is_island and (saves := options.training.checkpoint_dir) is not None:
-                display.show("looking for checkpoints of other islands")
-                _retry_store(partial(_adopt_checkpoint, store, options, saves), options)
         agree = partial(agree_on_token, node_token=coordination.token, tls=coordination.tls.mode)
         record = None
         if options.is_island:  # all islands have one token
@@ -251,8 +247,8 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         membership = Membership(run, me, ttl_s, store_socket, bind=bind)
         instruments = Instruments(metrics=metrics, pulse=pulse, progress=display)
         extensions = [*launching.extensions]
+        in_etcd = IslandInEtcd(job=shared, island=store, reservation=reservation)
         if options.is_island:
-            in_etcd = IslandInEtcd(job=shared, island=store, reservation=reservation)
             islands = coordination.islands
             extensions.append(partial(IslandExtension, in_etcd=in_etcd, me=me, islands=islands))
         agent = Agent(options, run, membership, instruments, agreed, extensions)
@@ -283,7 +279,12 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
             if coordination.node_rank:
                 wait_for_lower_ranks(store, coordination.node_rank, options.policy.join_timeout_s)
             collect_garbage_less_often()
-            leaving = _join(membership, agent)
+            with ExitStack() as turn:
+                if options.is_island:
+                    display.show("looking for the state of other islands")
+                    retry = partial(_retry_store, options=options)
+                    turn.enter_context(begun_as_others(in_etcd, membership, agent, retry))
+                leaving = _join(membership, agent)
         except BaseException:
             agent.close()
             raise
@@ -336,25 +337,6 @@ def _at_island(
         log_for_node(options.node, f"this node is of {reserved.island}")
     island = reserved.island if reserved else options.island or options.node
     return on_island(options, island), reserved
-
-
-def _adopt_checkpoint(store: Store, options: AgentOptions, saves: str) -> None:
-    """Has the island begin with the checkpoint of another one, where it has not begun, and has
-    none.
-
-    Args:
-        store: The island's part of etcd.
-        options: Options of the node.
-        saves: The directory in which the island saves.
-    """
-    island, log_line = str(options.island), partial(log_for_node, options.node)
-
-    def adopt() -> None:
-        if not _has_begun(store):
-            whole = saves.removesuffix(f"/{FOLDER}/{island}")
-            adopt_checkpoint(whole, island, options.nproc, log_line)
-
-    one_node_at_a_time(store, options.node, int(options.policy.lease_ttl_s), adopt)
 
 
 def _retry_store(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.checkpoint.storage.signed_requests import RUN_HEADER, RequestSigner
 from elasticzero.launcher.http.access import AgentAccess
 from elasticzero.launcher.http.routes import HEALTH
@@ -18,6 +19,8 @@ from elasticzero.security.proofs import run_secret
 
 QUERY_TIMEOUT_S = 2.0
 """Seconds within which an agent must answer; it is shown as silent otherwise."""
+SILENCE_S = 20.0
+"""Seconds without data after which a file that an agent serves cannot be read."""
 MAX_PARALLEL_QUERIES = 64
 MAX_BYTES = 4 << 20
 """Maximum bytes of an answer; a longer one counts as none."""
@@ -85,6 +88,24 @@ def query_agent(
     finally:
         connection.close()
     return value if isinstance(value, dict) else None
+
+
+def open_files(address: str, run: int, folder: str, access: AgentAccess) -> HttpStorage:
+    """Returns the files that an agent serves in a folder.
+
+    Args:
+        address: The agent's address.
+        run: Number of the agent's run of the job.
+        folder: The folder.
+        access: How the job's agents are reached.
+    """
+    return HttpStorage(
+        f"{access.scheme}://{address}/{folder}",
+        run_secret(access.token.reveal, run),
+        timeout_s=SILENCE_S,
+        run=run,
+        tls=None if access.tls is None else access.tls(),
+    )
 
 
 def is_answering(member: Member, access: AgentAccess, timeout_s: float = QUERY_TIMEOUT_S) -> bool:

@@ -67,6 +67,11 @@ class Member:
     and that of torch, once."""
     torch: str = field(default="", compare=False, metadata=OMIT_DEFAULT)
     """Version of torch with its build, such as 2.13.0+cpu; empty: not stated."""
+    brought_step: int = field(default=0, compare=False, metadata=OMIT_DEFAULT)
+    """Step of the state that the node has brought along in its memory, where it is of generation 0;
+    0: it has brought none. It is another island's."""
+    brought_shards: int = field(default=0, compare=False, metadata=OMIT_DEFAULT)
+    """Number of the shards of that, all of which it has."""
 
     @property
     def address(self) -> str:
@@ -403,7 +408,7 @@ def to_bytes(document: Any) -> bytes:
         return _json(encode(document))
     resume = document.resume
     value = encode(replace(document, members=(), resume=replace(resume, sources=())))
-    once = ("zone", "run", "release", "torch")
+    once = ("zone", "run", "release", "torch", "brought_step", "brought_shards")
     value["members"] = encode_rows(Member, document.members, without=once)
     if resume.tier == "live":
         value["resume"]["tier"], value["inside"] = "ram", True
@@ -434,7 +439,7 @@ def world_from_bytes(data: bytes) -> World:
     run = world.run if world.proofs else UNSTATED
     count = len(rows) if isinstance(rows, list) else 0
     zones = (*zones[:count], *("",) * (count - len(zones)))
-    rest = (zones, *((value,) * count for value in (run, world.release, world.torch)))
+    rest = (zones, *((value,) * count for value in (run, world.release, world.torch, 0, 0)))
     members = decode_rows(Member, rows, "world.members", rest)
     return replace(world, members=members, resume=replace(world.resume, sources=sources))
 

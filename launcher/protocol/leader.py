@@ -278,7 +278,7 @@ def form_first_world(view: View, now_s: float, policy: JobPolicy) -> Decision:
     if view.storage_pending is not None:
         return wait(view.storage_pending)
     members = order_members(None, candidates, (), policy.max_nodes)
-    resume = choose_resume(None, {}, view.storage_step)
+    resume = choose_resume(None, {}, view.storage_step, members)
     if (refused := refuse_damaged_checkpoint(view, resume, policy)) is not None:
         return refused
     cause = f"{count_text(len(members), 'node')} came together"
@@ -354,7 +354,7 @@ def spare_take_over(view: View, world: World, now_s: float, policy: JobPolicy) -
         return wait(f"{len(members)} of at least {policy.min_nodes} nodes are here")
     if view.storage_pending is not None:
         return wait(view.storage_pending)
-    resume = choose_resume(world, {}, view.storage_step)
+    resume = choose_resume(world, {}, view.storage_step, members)
     if (refused := refuse_damaged_checkpoint(view, resume, policy)) is not None:
         return refused
     names = list_text((member.node for member in members), NAMES_SHOWN)

@@ -15,6 +15,8 @@ Pure. Rules (`choose_resume`):
    were equal, and a newer one was completed late by an older generation. If there is neither, the
    whole state counts that a rank of a majority (or a node, where state is divided within nodes) has
    handed over, else the state that this generation itself started from.
+6. Where no member of the last world is there, the state counts too that a node has brought along
+   from another island.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elasticzero.ipc.assignment import Resume, Source
-from elasticzero.launcher.protocol.documents import Holding, Report, World
+from elasticzero.launcher.protocol.documents import Holding, Member, Report, World
 from elasticzero.text import named_text
 
 
 def choose_resume(
-    world: World | None, reports: Mapping[str, Report], storage_step: int | None
+    world: World | None,
+    reports: Mapping[str, Report],
+    storage_step: int | None,
+    newcomers: Sequence[Member] = (),
 ) -> Resume:
     """Returns the state that the next generation starts from, by the rules of this module.
 
@@ -36,8 +41,9 @@ def choose_resume(
         world: World of the generation that ends; None: there was none.
         reports: Reports by node, of the generation of `world`.
         storage_step: Step of the newest good checkpoint; None: there is none.
+        newcomers: The next world's members, where none of them is of `world`.
     """
-    candidates = [Resume(tier="fresh")]
+    candidates = [Resume(tier="fresh"), *map(_brought_by, newcomers)]
     if storage_step is not None:
         candidates.append(Resume(tier="storage", step=storage_step))
     if world is not None:
@@ -47,6 +53,18 @@ def choose_resume(
         candidates = _not_after(world, candidates, verified)
     nearness = {"fresh": 0, "storage": 1, "ram": 2}
     return max(candidates, key=lambda r: (r.step, nearness[r.tier], r.generation))
+
+
+def _brought_by(member: Member) -> Resume:
+    """Returns the state that a node has brought along; that of step 0 if it has brought none."""
+    if not member.brought_step:
+        return Resume(tier="fresh")
+    ranks = range(member.brought_shards)
+    return Resume(
+        tier="ram",
+        step=member.brought_step,
+        sources=tuple(Source(rank=r, node=member.node, address=member.address) for r in ranks),
+    )
 
 
 def verified_step(reports: Mapping[str, Report]) -> int | None:

@@ -213,6 +213,16 @@ class Membership:
                 )
                 reported = True
             sleep(RETRY_S)
+        self.me = replace(self.me, brought_step=0, brought_shards=0)  # it may be gone later
+
+    def brings(self, step: int, shards: int) -> None:
+        """Has the first registration say that the node has brought along a state.
+
+        Args:
+            step: Its step.
+            shards: Number of its shards.
+        """
+        self.me = replace(self.me, brought_step=step, brought_shards=shards)
 
     def check(self, now_s: float, *, named: bool, world_revision: int) -> None:
         """Renews what has lapsed, or what the leader ended because this node was silent.

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,56 @@ def test_an_island_that_comes_takes_the_state_of_the_others(
         first = next(line["step"] for line in lines_of(told, "node-2") if "used" in line)
         assert first > 10, "a newcomer's step count goes on where those of the others are"
         check_each_sample_counts_once(told, etcd, 6000, [*told.cluster.nodes])
+
+
+@pytest.mark.parametrize(
+    ("inner", "workers"), [("ddp", 1), slow("ddp", 2), slow("zero2", 2), slow("zero3", 2)]
+)
+def test_an_island_that_comes_has_the_inner_optimizer_of_another(
+    inner: str, workers: int, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """From the other's memory, whether it is new, or was lost and has nothing left."""
+    diloco = f"every=5,inner={inner}"
+    arguments = ["--model", "regress", "--adam", "--lr", "0.01", "--samples", "6000"]
+    arguments += ["--tells-adam"] * (inner == "ddp")
+    name = f"brings-{inner}-{workers}"
+    every = ("--snapshot-every", "5")
+    with job(
+        tmp_path, etcd, name, diloco, *arguments, nodes=2, workers=workers, options=every
+    ) as told:
+        told.wait("snapshots", lambda: len({node for node, e in told.told if is_held(e)}) == 2)
+        with told.slowed(0.5):
+            told.cluster.start_node()
+            told.wait("its steps", lambda: len(used_by(told, "node-2")) > 2)
+            told.cluster.kill_node(told.cluster.nodes["node-1"])
+            told.cluster.start_node("node-1")
+            told.wait("its state", lambda: ("node-1", "ram") in begun_from(told))
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        fresh, brought = (
+            product(["node-0", "node-1"], ["fresh"]),
+            product(["node-1", "node-2"], ["ram"]),
+        )
+        assert begun_from(told) == {*fresh, *brought}
+        if inner == "ddp":
+            assert begun(told, "node-0") == [0]
+            assert begun(told, "node-2")[0] > 5, told.logs()
+            assert begun(told, "node-1")[1] > 5, told.logs()
+        assert rounds_of(told, etcd).samples == 6000
+
+
+def is_held(event: Mapping[str, Any]) -> bool:
+    return event["event"] == "kept" and event["error"] is None and event["step"] > 5
+
+
+def begun_from(told: Story) -> set[tuple[str, str]]:
+    """From where the workers of each node had their first state."""
+    return {(node, e["tier"]) for node, e in told.told if e["event"] == "restored"}
+
+
+def begun(told: Story, node: str) -> list[int]:
+    """With how many steps of its optimizer each of a node's first workers began."""
+    return [line["adam_steps"] for line in lines_of(told, node) if "adam_steps" in line]
 
 
 DRAWN = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
+from elasticzero.checkpoint.ram.store import SnapshotStore
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.messages import Message
@@ -17,11 +18,14 @@ from elasticzero.ipc.rounds import ROUNDS_FOLDER, RoundNews
 from elasticzero.launcher.agent.console import log_for_node
 from elasticzero.launcher.agent.extensions.base import AgentContext, AgentExtension
 from elasticzero.launcher.http.access import AgentAccess
+from elasticzero.launcher.http.agent_client import open_files
+from elasticzero.launcher.http.routes import Answer, Route, json_answer
 from elasticzero.launcher.islands.documents import RoundDocuments
 from elasticzero.launcher.islands.files import RoundFiles
 from elasticzero.launcher.islands.follower import IslandFollower
-from elasticzero.launcher.islands.keeper import SILENCE_S, IslandKeeper, Outlets
+from elasticzero.launcher.islands.keeper import IslandKeeper, Outlets
 from elasticzero.launcher.islands.lead import IslandPlace
+from elasticzero.launcher.islands.newcomers.lending import LENT, SnapshotLender, wanted_in
 from elasticzero.launcher.islands.news_board import IslandNews, NewsBoard
 from elasticzero.launcher.islands.node import AtHand, NodeOutlets
 from elasticzero.launcher.islands.places import Reservation
@@ -30,7 +34,6 @@ from elasticzero.launcher.protocol.rounds.documents import Committed
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.workers.group import Ended
-from elasticzero.security.proofs import run_secret
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class IslandExtension(AgentExtension):
         self._name, self._me, self._context = str(options.island), me, context
         self._log_line = partial(log_for_node, options.node)
         self._files = RoundFiles(options.snapshot_dir / ROUNDS_FOLDER)
+        self._lender = SnapshotLender(SnapshotStore(options.snapshot_dir, options.overflow_dir))
         self._access: AgentAccess | None = None
         self._has_failed = False
         ttl_s = options.policy.lease_ttl_s
@@ -95,15 +99,8 @@ class IslandExtension(AgentExtension):
         """Files of the head that this node follows, and its address."""
 
     def _reach(self, address: str, run: int) -> HttpStorage:
-        access = self._access
-        assert access is not None  # the exchange begins in a turn
-        return HttpStorage(
-            f"{access.scheme}://{address}/{ROUNDS_FOLDER}",
-            run_secret(access.token.reveal, run),
-            timeout_s=SILENCE_S,
-            run=run,
-            tls=None if access.tls is None else access.tls(),
-        )
+        assert self._access is not None  # the exchange begins in a turn
+        return open_files(address, run, ROUNDS_FOLDER, self._access)
 
     def started(self, world: World, ranks: tuple[int, ...]) -> None:
         """Notes that other workers begin."""
@@ -175,6 +172,7 @@ class IslandExtension(AgentExtension):
     def turn(self, view: View, access: AgentAccess) -> None:
         """Does what is to be done of the rounds."""
         self._access = access
+        self._lender.turn(time.monotonic())
         self._contained(lambda: self._turn(view))
         self._write_news()
         self._metrics.islands.set(len(self._documents.read().reports))
@@ -238,12 +236,20 @@ class IslandExtension(AgentExtension):
 
     def files(self) -> Mapping[str, Callable[[str], BinaryIO]]:
         """Returns what opens the files of the rounds for other agents."""
-        return {ROUNDS_FOLDER: self._files.open_file}
+        return {ROUNDS_FOLDER: self._files.open_file, LENT: self._lender.open_file}
+
+    def routes(self) -> Mapping[str, Route]:
+        """Returns what other islands that come ask for."""
+        return {f"/{LENT}": Route(answer=self._lend, served_to="token holders")}
+
+    def _lend(self, query: str) -> Answer:
+        return json_answer(self._lender.answer(wanted_in(query)))
 
     def close(self, outcome: str | None) -> None:
         """Leaves the rounds."""
         if self._part is not None and not self._has_failed:
             self._part.close()
         self._forget_head()
+        self._lender.close()
         self._board.close()
         self._documents.close()

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -53,12 +54,27 @@ class Regression(nn.Module):
         return nn.functional.mse_loss(self.net(x_BF), y_B1)
 
 
+def _steps_of(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps the state stands for that an optimizer begins with."""
+    states = optimizer.state_dict()["state"].values()
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+
 def train(session: ez.Session) -> None:
     module = (Counter if options.model == "count" else Regression)(options.samples)
     if options.ballast:
         module.register_parameter("ballast", nn.Parameter(torch.zeros(options.ballast)))
-    session.prepare(module, lambda params: torch.optim.SGD(params, lr=options.lr))
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        kind = torch.optim.Adam if options.adam else torch.optim.SGD
+        optimizers.append(kind(params, lr=options.lr))
+        return optimizers[0]
+
+    session.prepare(module, make)
     session.restore()
+    if options.tells_adam:
+        print(json.dumps({"adam_steps": _steps_of(optimizers[0])}), flush=True)
     hold, slow = (Path(os.environ.get(f"TESTER_{name}", "")) for name in ("HOLD", "PAUSE_FILE"))
     print(json.dumps({"holds": hold.is_file()}), flush=True)
     while hold.is_file():
@@ -83,6 +99,8 @@ parser.add_argument("--samples", type=int, default=960)
 parser.add_argument("--batch", type=int, default=12)
 parser.add_argument("--lr", type=float, default=1.0)
 parser.add_argument("--ballast", type=int, default=0, help="elements that no step changes")
+parser.add_argument("--adam", action="store_true", help="train by Adam in place of SGD")
+parser.add_argument("--tells-adam", action="store_true", help="print with what state it begins")
 parser.add_argument("--pause", type=float, default=0.02)
 
 if __name__ == "__main__":

@@ -154,6 +154,28 @@ def test_choose_resume(
     assert choose_resume(before, reports, stored) == chosen
 
 
+def test_a_state_that_a_node_has_brought_counts_where_nobody_of_the_last_world_is_there() -> None:
+    brings = replace(C, brought_step=45, brought_shards=2)
+    brought = ram(45, 0, (0, "c"), (1, "c"))
+    for before in (None, world(A, B, resume=ORIGIN)):
+        assert choose_resume(before, {}, None, (B, brings)) == brought
+        assert choose_resume(before, {}, 40, (brings,)) == brought
+        assert choose_resume(before, {}, 46, (brings,)) == Resume(tier="storage", step=46)
+        assert choose_resume(before, {}, None, (B, C)) == FRESH
+    began = world(C, resume=brought)
+    again = {"c": holds((0, 45, 2, (0, 1)))}
+    assert choose_resume(began, again, None) == brought, "and on, as its generation's first state"
+
+
+def test_a_world_does_not_say_what_its_members_have_brought() -> None:
+    brings = replace(C, brought_step=45, brought_shards=2)
+    (read,) = world_from_bytes(to_bytes(world(brings))).members
+    assert (read.brought_step, read.brought_shards) == (0, 0)
+    registered: Member = document(Member, to_bytes(brings))
+    assert (registered.brought_step, registered.brought_shards) == (45, 2)
+    assert b"brought" not in to_bytes(C)
+
+
 LINE_UP_TABLE = [
     ("stay in order", world(A, B, C), [], [C, A], 4, [A, C]),
     ("new ones come last", world(B, C), [A], [C, B], 4, [B, C, A]),

@@ -11,6 +11,7 @@ import pytest
 from elasticzero.errors import StoreUnavailable, UserError
 from elasticzero.launcher.protocol.documents import Member, to_bytes
 from elasticzero.launcher.store.api import LeaseLost, PrefixState
+from elasticzero.launcher.store.decoding import document
 from elasticzero.launcher.store.membership import Membership, bound_socket
 from tests.support.memory_store import MemoryServer, MemoryStore
 
@@ -242,3 +243,20 @@ def test_an_earlier_registration_from_a_backup_is_replaced(
     node_1.check(5 * NOW_S, named=True, world_revision=9)
     assert node_1.still_registered().value == to_bytes(node_1.me)
     assert store.history.number == 2
+
+
+def test_only_the_first_registration_says_what_the_node_has_brought(
+    store: LossyStore, node_1: Membership
+) -> None:
+    """Later ones do not, as training has replaced it by then."""
+    node_1.brings(45, 2)
+    node_1.join(lambda line: None)
+
+    def registered() -> Member:
+        member: Member = document(Member, store.read(node_1.key).entries[node_1.key].value)
+        return member
+
+    assert (registered().brought_step, registered().brought_shards) == (45, 2)
+    node_1.lost_data(NOW_S)
+    node_1.check(NOW_S, named=True, world_revision=0)
+    assert (registered().brought_step, registered().brought_shards) == (0, 0)

@@ -1,13 +1,10 @@
 """Gives an island that has no checkpoint that of another one, or of the job before it had islands.
 
-Nodes that start again may have other names than those that saved, and a node may come for the first
-time: it begins with the inner optimizer of another island then. The outer parameters it takes from
-the other islands in any case.
+Nodes that start again may have other names than those that saved.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,37 +15,7 @@ from elasticzero.checkpoint.steps.catalog import newest_good, read_manifest, ste
 from elasticzero.checkpoint.storage.base import Storage
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import CheckpointDamaged, ElasticZeroError, UserError, one_line
-from elasticzero.launcher.store.api import LeaseLost, Store, unchanged
 from elasticzero.options.diloco import FOLDER
-
-LOCK, POLL_S = "adopting", 0.2
-"""Key of the node that looks for a checkpoint, and seconds between two looks at it."""
-FREE = unchanged(LOCK, None)
-
-
-def one_node_at_a_time(store: Store, node: str, ttl_s: int, work: Callable[[], None]) -> None:
-    """Does some work while no other node of the island does it.
-
-    Args:
-        store: The island's part of etcd.
-        node: The node's name.
-        ttl_s: Seconds after which others go on where this node has died.
-        work: The work, which may be done again.
-
-    Raises:
-        StoreUnavailable: The store does not answer.
-    """
-    while True:
-        lease = store.lease(ttl_s)
-        try:
-            while not store.write({LOCK: node.encode()}, conditions=[FREE], lease=lease):
-                time.sleep(POLL_S)
-            work()
-            return
-        except LeaseLost:
-            continue
-        finally:
-            lease.close(revoke=True)
 
 
 def adopt_checkpoint(url: str, island: str, workers: int, log_line: Callable[[str], None]) -> None:

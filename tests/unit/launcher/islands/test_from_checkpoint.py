@@ -11,7 +11,7 @@ from elasticzero import checkpoint
 from elasticzero.checkpoint.steps.catalog import newest_good
 from elasticzero.checkpoint.storage.urls import open_directory
 from elasticzero.errors import UserError
-from elasticzero.launcher.islands.adoption import adopt_checkpoint
+from elasticzero.launcher.islands.newcomers.from_checkpoint import adopt_checkpoint
 
 
 def save(folder: Path, step: int) -> None:

@@ -1,0 +1,1 @@
+"""Gives an island that comes the state of another one."""
