@@ -569,7 +569,8 @@ class Agent:
 
     def status(self) -> dict[str, Any]:
         """Returns plain values for `/status`, without secrets."""
-        return self.reporter.status(self.view, self.notice is not None)
+        of_agent = self.reporter.status(self.view, self.notice is not None)
+        return {**of_agent, **self.extensions.status()}
 
     def job_metrics(self) -> bytes:
         """Returns the metrics of the whole job; nothing where this agent does not lead."""

@@ -21,6 +21,7 @@ from elasticzero.errors import (
     StoreUnavailable,
     UserError,
 )
+from elasticzero.launcher.islands.documents import REPORTS
 from elasticzero.launcher.observability.job_status import Job, pending_drains
 from elasticzero.launcher.protocol.documents import (
     Control,
@@ -38,6 +39,7 @@ from elasticzero.launcher.store.etcd.diagnose import unknown_host
 from elasticzero.launcher.store.etcd.store import EtcdStore
 from elasticzero.launcher.store.job_run import stored_run
 from elasticzero.launcher.store.watch_cache import CONTROL, DONE, MEMBERS, WORLD, members_of
+from elasticzero.options.diloco import FOLDER
 from elasticzero.serialization import RecordError
 from elasticzero.text import count_text, list_text, print_error, print_foreign, print_result, shown
 
@@ -107,6 +109,12 @@ def read_job(store: Store, name: str) -> Job:
     members = members_of(store.read(MEMBERS), lines.append)
     world, done, control = (_entry(store, key) for key in (WORLD, DONE, CONTROL))
     if not members and world is None and done is None and not lines:
+        islands = [key.removeprefix(REPORTS) for key in store.read(REPORTS).entries]
+        if islands:
+            raise UserError(
+                f"job {name!r} has islands, each of which is a job in itself: give one of them, "
+                f"such as --job {name}/{FOLDER}/{islands[0]}; elasticzero status shows all of them"
+            )
         raise UserError(f"etcd has no job {name!r}; check --job and --etcd")
     end = _document(Done, done, lines)
     return Job(

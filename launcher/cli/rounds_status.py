@@ -8,12 +8,13 @@ from typing import Any
 
 from elasticzero.launcher.islands.documents import PREFIX, REPORTS, STATE
 from elasticzero.launcher.protocol.rounds.documents import IslandReport, Rounds
+from elasticzero.launcher.protocol.rounds.summary import IslandSummary, summary_of
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.store.decoding import document
 from elasticzero.serialization import RecordError, encode
 from elasticzero.text import count_text, table_text
 
-HEAD = ("ISLAND", "ROUND", "CONTRIBUTION", "SAMPLES", "ADDRESS")
+HEAD = ("ISLAND", "ROUND", "SAMPLES IN IT", "WAITING", "ON HAND", "ADDRESS")
 
 
 def read_rounds(store: Store) -> tuple[Rounds, dict[str, IslandReport]] | None:
@@ -45,43 +46,34 @@ def rounds_text(job: str, rounds: Rounds, reports: Mapping[str, IslandReport]) -
         rounds: The rounds.
         reports: Reports of the islands that live.
     """
-    newest = max(fragment.outer.round for fragment in rounds.fragments)
-    share = rounds.samples / max(1, rounds.order.total)
-    state = "done" if rounds.done else f"round {newest}"
+    summary = summary_of(rounds, reports)
+    share = summary.samples / max(1, summary.total)
+    state = "done" if summary.is_over else f"round {summary.round}"
     lines = [
-        f"job {job}: {count_text(len(reports), 'island')}, {state}, {rounds.samples:,} of "
-        f"{rounds.order.total:,} samples are in committed rounds ({share:.1%})"
+        f"job {job}: {count_text(len(reports), 'island')}, {state}, {summary.samples:,} of "
+        f"{summary.total:,} samples are in committed rounds ({share:.1%})",
+        table_text(HEAD, list(map(_row, summary.islands))).rstrip("\n"),
     ]
-    rows = [_row(island, report, rounds) for island, report in reports.items()]
-    lines.append(table_text(HEAD, rows).rstrip("\n"))
-    last = rounds.fragments[-1].recent[-1]
-    if last.contributors:
-        parts = [
-            f"{c.island} {c.samples} samples" + (f", {c.staleness} late" if c.staleness else "")
-            for c in last.contributors
-        ]
-        lines.append(f"last round: {'; '.join(parts)}")
-    free = sum(map(len, rounds.free))
-    if free:
-        lines.append(f"given back by islands: {count_text(free, 'sample')}")
-    if reports and not rounds.done:
+    if summary.given_back:
+        lines.append(f"given back by islands: {count_text(summary.given_back, 'sample')}")
+    if reports and not summary.is_over:
         lines.append(f"of one island: elasticzero status --job {job}/islands/{next(iter(reports))}")
     return "\n".join(lines)
 
 
-def _row(island: str, report: IslandReport, rounds: Rounds) -> tuple[str, ...]:
-    seat = rounds.seat(island, report.incarnation)
-    held = [part.outer.round for part in report.fragments if part.outer is not None]
-    contributions = [part.contribution for part in report.fragments]
-    waiting = [c.samples for c in contributions if c is not None]
-    samples = sum(len(claim.samples) for claim in seat.claims) if seat is not None else 0
+def _row(island: IslandSummary) -> tuple[str, ...]:
     return (
-        island,
-        str(max(held)) if held else "-",
-        f"{max(waiting)} samples" if waiting else "-",
-        f"{samples} given",
-        report.address,
+        island.island,
+        _number(island.round),
+        _number(island.samples) + (f", {island.staleness} late" if island.staleness else ""),
+        _number(island.waiting),
+        _number(island.on_hand),
+        island.address,
     )
+
+
+def _number(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
 
 
 def rounds_json(job: str, rounds: Rounds, reports: Mapping[str, IslandReport]) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from elasticzero.launcher.observability.compute_time import compute_ratios, work
 from elasticzero.launcher.protocol.documents import Control, Done, Drain, Member, World
 from elasticzero.launcher.protocol.failure_policy import QUARANTINE_STRIKES, quarantine_reason
 from elasticzero.launcher.protocol.placement import build_of, fits, unlike
+from elasticzero.launcher.protocol.rounds.summary import RoundsSummary
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.secrets import Secret
 from elasticzero.serialization import RecordError, decode, encode
@@ -38,6 +39,7 @@ class AgentStatus:
     checkpoint_step: int | None = None
     network: str | None = None
     up_s: float | None = None
+    rounds: RoundsSummary | None = None
 
 
 AgentStatuses = Mapping[str, Mapping[str, Any]]
@@ -178,6 +180,7 @@ def collect_status(job: Job, phases: Mapping[str, str], statuses: AgentStatuses)
         "plain": bool((leader_status.get("workers") or {}).get("plain")),
         "checkpoint_step": _greatest(member_statuses, "checkpoint_step"),
         "loss": leader_status.get("loss"),
+        "rounds": leader_status.get("rounds"),
         "control": encode(replace(job.control, drain=pending_drains(job))),
         "nodes": nodes,
         "done": encode(job.done, complete=True) if job.done is not None else None,

@@ -20,6 +20,7 @@ from elasticzero.ops.dashboard.body_tables import (
     dot,
     event_list,
     generation_table,
+    island_table,
     mood,
     node_table,
     rows_of,
@@ -49,6 +50,7 @@ def status_page_body(document: Mapping[str, Any]) -> str:
         _banners(document),
         element("div", *_tiles(document), class_="tiles"),
         _curves(document),
+        _rounds(document),
         _card(
             "Generations",
             element(
@@ -231,6 +233,21 @@ def _curves(document: Mapping[str, Any]) -> str:
             goodput_chart(document),
         ),
         class_="pair",
+    )
+
+
+def _rounds(document: Mapping[str, Any]) -> str:
+    """Returns the card of what this island and the others have averaged; empty: it is none."""
+    rounds = document.get("rounds")
+    if rounds is None:
+        return ""
+    parts = [f"round {whole(rounds['round'])}"]
+    if rounds["total"]:
+        parts.append(f"{share_text(rounds['samples'] / rounds['total'])} of the samples")
+    if rounds["given_back"]:
+        parts.append(f"{many_text(rounds['given_back'], 'sample')} given back")
+    return _card(
+        "Rounds of all islands", escaped(" · ".join(parts)), island_table(rounds["islands"])
     )
 
 

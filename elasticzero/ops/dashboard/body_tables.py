@@ -8,7 +8,7 @@ from typing import Any
 
 from elasticzero.launcher.observability.compute_time import STRAGGLER_RATIO
 from elasticzero.ops.page.markup import element, escaped, moment, row, table_of
-from elasticzero.text import duration_text, span_text
+from elasticzero.text import duration_text, many_text, span_text
 
 NODES_SHOWN = 40
 """Maximum number of nodes that are shown before a reader asks for all."""
@@ -69,6 +69,27 @@ def generation_table(records: Sequence[Mapping[str, Any]], now_s: float) -> str:
         )
         rows.append(row("td", cells, numbers, optional))
     return table_of(row("th", heads, numbers, optional), rows, "generations")
+
+
+def island_table(islands: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what the islands of a job have."""
+    heads = ("Island", "Newest round", "Samples in it", "Waiting", "On hand", "Address")
+    numbers, optional = (1, 2, 3, 4), (4, 5)
+    rows = []
+    for island in islands:
+        late = island["staleness"] or 0
+        samples = whole(island["samples"]) + (f", {many_text(late, 'round')} late" if late else "")
+        misses = late or island["samples"] is None
+        cells = (
+            escaped(island["island"]),
+            whole(island["round"]),
+            dot("warn" if misses else "good") + escaped(samples),
+            whole(island["waiting"]),
+            whole(island["on_hand"]),
+            escaped(island["address"]),
+        )
+        rows.append(row("td", cells, numbers, optional))
+    return table_of(row("th", heads, numbers, optional), rows, "islands")
 
 
 def node_table(nodes: Sequence[Mapping[str, Any]]) -> list[str]:

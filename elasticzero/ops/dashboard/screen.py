@@ -167,7 +167,23 @@ def _progress(
         values = [row[1] for row in past.get("loss") or []]
         line.append("  ").append(sparkline(values, max(8, width - line.cell_len - 2)), "cyan")
         rows.append(line)
+    if (rounds := status.get("rounds")) is not None:
+        rows.append(_rounds(rounds, width))
     return rows
+
+
+def _rounds(rounds: Mapping[str, Any], width: int) -> Text:
+    """Returns a line on what the islands have averaged last, which is cut where it is too long."""
+    line = _labelled("rounds", f"{rounds['round']:,}")
+    if rounds["total"]:
+        line.append(f"  {rounds['samples'] / rounds['total']:.0%} of the samples", "dim")
+    for island in rounds["islands"]:
+        samples, late = island["samples"], island["staleness"]
+        text = NONE if samples is None else f"{samples:,}" + (f", {late} late" if late else "")
+        style = "yellow" if samples is None or late else "green"
+        line.append("  ").append(f"{shown(island['island'])} ").append(text, style)
+    line.truncate(width, overflow="ellipsis")
+    return line
 
 
 def sparkline(values: list[float], most: int) -> str:

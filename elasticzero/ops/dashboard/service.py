@@ -55,7 +55,7 @@ class DashboardExtension(AgentExtension):
     """
 
     def __init__(self, context: AgentContext) -> None:
-        self._name = context.options.job
+        self._name = context.options.job_of_island
         self._node = context.options.node
         self._status = context.status
         self._memory = JobMemory(self._node)

@@ -51,7 +51,7 @@ class AgentContext:
 class AgentExtension:
     """Receives what an agent sees; each method does nothing unless an extension overrides it.
 
-    All but `routes` and `files` are called in the agent's thread.
+    All but `status`, `routes` and `files` are called in the agent's thread.
     """
 
     def started(self, world: World, ranks: tuple[int, ...]) -> None:
@@ -70,6 +70,10 @@ class AgentExtension:
             view: What it sees.
             access: How the job's agents are reached.
         """
+
+    def status(self) -> Mapping[str, Any]:
+        """Returns what the agent's `/status` has of this extension, as plain values."""
+        return {}
 
     def routes(self) -> Mapping[str, Route]:
         """Returns what the agent serves of this extension, by path."""
@@ -116,6 +120,10 @@ class Extensions:
     def turn(self, view: View, access: AgentAccess) -> None:
         """Passes on what the agent sees in a turn of its loop."""
         self._call(lambda extension: extension.turn(view, access))
+
+    def status(self) -> dict[str, Any]:
+        """Returns what `/status` has of all extensions."""
+        return {k: v for extension in self._extensions for k, v in extension.status().items()}
 
     def routes(self) -> dict[str, Route]:
         """Returns what all extensions serve, by path."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from elasticzero.checkpoint.ram.store import SnapshotStore
 from elasticzero.checkpoint.storage.http import HttpStorage
@@ -31,9 +31,11 @@ from elasticzero.launcher.islands.node import AtHand, NodeOutlets
 from elasticzero.launcher.islands.places import Reservation
 from elasticzero.launcher.protocol.documents import Member, World
 from elasticzero.launcher.protocol.rounds.documents import Committed
+from elasticzero.launcher.protocol.rounds.summary import summary_of
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Store
 from elasticzero.launcher.workers.group import Ended
+from elasticzero.serialization import encode
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +239,13 @@ class IslandExtension(AgentExtension):
     def files(self) -> Mapping[str, Callable[[str], BinaryIO]]:
         """Returns what opens the files of the rounds for other agents."""
         return {ROUNDS_FOLDER: self._files.open_file, LENT: self._lender.open_file}
+
+    def status(self) -> Mapping[str, Any]:
+        """Returns how the rounds stand."""
+        read = self._documents.read()
+        if read.rounds is None:
+            return {}
+        return {"rounds": encode(summary_of(read.rounds, read.reports), complete=True)}
 
     def routes(self) -> Mapping[str, Route]:
         """Returns what other islands that come ask for."""

@@ -18,6 +18,7 @@ from elasticzero.ops.dashboard.service import PageBody
 from tools.sample_job import document
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\"'&\ud800"
+TABLES = ("nodes", "generations", "islands")
 VOID = {"img", "input", "meta", "link", "br"}
 
 
@@ -48,7 +49,7 @@ class Body(HTMLParser):
             self.texts[name] = ""
         if tag not in VOID:
             self.stack.append((tag, name))
-        table = next((n for _, n in reversed(self.stack) if n in ("nodes", "generations")), None)
+        table = next((n for _, n in reversed(self.stack) if n in TABLES), None)
         if table is not None and tag == "tr":
             self.rows.setdefault(table, []).append([])
             self.row_looks.append(values)
@@ -62,7 +63,7 @@ class Body(HTMLParser):
         names = [name for _, name in self.stack if name is not None]
         for name in names:
             self.texts[name] += data
-        for table in ("nodes", "generations"):
+        for table in TABLES:
             if table in names and ("td", None) in self.stack:
                 self.rows[table][-1][-1] += data
 
@@ -288,3 +289,27 @@ def test_the_page_sets_markup_in_one_place() -> None:
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(", "document.write"):
         assert sink not in text
     assert "style=" not in text and not re.search(r"\son[a-z]+=", text)
+
+
+def test_an_island_s_page_has_the_rounds() -> None:
+    islands: list[dict[str, Any]] = [
+        {"island": "node-0", "round": 12, "samples": 1600, "staleness": 0, "waiting": None},
+        {"island": "node-1", "round": 11, "samples": 800, "staleness": 2, "waiting": 400},
+        {"island": EVIL, "round": None, "samples": None, "staleness": None, "waiting": None},
+    ]
+    rounds: dict[str, Any] = {
+        "round": 12,
+        "samples": 48,
+        "total": 100,
+        "given_back": 30,
+        "is_over": False,
+    }
+    rounds["islands"] = [{**island, "on_hand": 2400, "address": "h:1"} for island in islands]
+    page = body(document() | {"rounds": rounds})
+    assert "round 12 · 48.0% of the samples · 30 samples given back" in page.texts["status"]
+    assert page.rows["islands"][:2] == [
+        ["node-0", "12", "1,600", "–", "2,400", "h:1"],
+        ["node-1", "11", "800, 2 rounds late", "400", "2,400", "h:1"],
+    ]
+    assert page.rows["islands"][2][1:3] == ["–", "–"]
+    assert "islands" not in body(document()).rows

@@ -139,3 +139,26 @@ def test_a_curve_of_characters() -> None:
     assert sparkline([3.0, 3.0], 10) == BLOCKS[0] * 2
     assert sparkline([float(i) for i in range(8)], 10) == BLOCKS
     assert len(sparkline([float(i) for i in range(1000)], 30)) == 30
+
+
+ROUNDS = {
+    "round": 12,
+    "samples": 48,
+    "total": 100,
+    "given_back": 0,
+    "is_over": False,
+    "islands": [
+        {"island": "node-0", "round": 12, "samples": 1600, "staleness": 0, "waiting": None},
+        {"island": "node-1", "round": 11, "samples": 800, "staleness": 2, "waiting": 400},
+        {"island": "\x1b[2J", "round": None, "samples": None, "staleness": None, "waiting": None},
+    ],
+}
+
+
+def test_an_island_s_screen_has_the_rounds() -> None:
+    status = document() | {"rounds": ROUNDS}
+    (line,) = (line for line in drawn(status).splitlines() if line.startswith("rounds"))
+    rest = "12  48% of the samples  node-0 1,600  node-1 800, 2 late  \\x1b[2J -"
+    assert line == f"rounds   {rest}"
+    fits(drawn(status, 40), 40, 24)
+    assert "rounds" not in drawn(document())

@@ -1,0 +1,80 @@
+"""Sums up how the rounds of a job's islands stand, for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elasticzero.launcher.protocol.rounds.documents import IslandReport, Rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandSummary:
+    """Says what an island that lives has."""
+
+    island: str
+    round: int | None
+    """Newest round whose result it has; None: it has none yet."""
+    samples: int | None
+    """Number of its samples in the last round; None: it is not among those that were averaged."""
+    staleness: int | None
+    """Number of rounds by which these came late."""
+    waiting: int | None
+    """Number of samples that it has contributed to a round that is not closed; None: it has not
+    contributed."""
+    on_hand: int
+    """Number of samples that it has been given and that are in no round."""
+    address: str
+    """Address of its agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsSummary:
+    """Says how the rounds of a job stand."""
+
+    round: int
+    """Newest round."""
+    samples: int
+    """Number of samples in rounds."""
+    total: int
+    """Number of all samples of the loop."""
+    given_back: int
+    """Number of samples that islands were given and that are to be given to others."""
+    is_over: bool
+    """True once all samples are in rounds."""
+    islands: tuple[IslandSummary, ...]
+    """Those that live, in the order in which they came."""
+
+
+def summary_of(rounds: Rounds, reports: Mapping[str, IslandReport]) -> RoundsSummary:
+    """Returns how the rounds stand.
+
+    Args:
+        rounds: The rounds.
+        reports: Reports of the islands that live.
+    """
+    return RoundsSummary(
+        round=max(fragment.outer.round for fragment in rounds.fragments),
+        samples=rounds.samples,
+        total=rounds.order.total,
+        given_back=sum(map(len, rounds.free)),
+        is_over=rounds.done,
+        islands=tuple(_island(island, report, rounds) for island, report in reports.items()),
+    )
+
+
+def _island(island: str, report: IslandReport, rounds: Rounds) -> IslandSummary:
+    last = rounds.fragments[-1].recent[-1]
+    part = next((c for c in last.contributors if c.island == island), None)
+    held = [part.outer.round for part in report.fragments if part.outer is not None]
+    contributions = [part.contribution for part in report.fragments]
+    seat = rounds.seat(island, report.incarnation)
+    return IslandSummary(
+        island=island,
+        round=max(held, default=None),
+        samples=None if part is None else part.samples,
+        staleness=None if part is None else part.staleness,
+        waiting=max((c.samples for c in contributions if c is not None), default=None),
+        on_hand=0 if seat is None else sum(len(claim.samples) for claim in seat.claims),
+        address=report.address,
+    )
