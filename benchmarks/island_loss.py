@@ -2,7 +2,7 @@
 
     python benchmarks/island_loss.py [--cases "ddp;2;4;2:zero2:2"] [--every 20] [--seeds 3]
         [--steps 3000] [--global-batch 64] [--width 64] [--outer-lr 0.7] [--outer-momentum 0.9]
-        [--wait 0] [--record]
+        [--wait 0] [--wire fp32] [--record]
 
 A case is `ddp`, in one process, or a number of islands, and what each trains with and its number of
 workers. Each run trains `examples/gpt.py` on this machine, on equal samples. The loss is that of
@@ -81,6 +81,7 @@ def train(case: Case, seed: int, options: argparse.Namespace) -> ExampleRun:
     if case.islands:
         settings = f"every={options.every},inner={case.inner},outer-lr={options.outer_lr}"
         settings += f",outer-momentum={options.outer_momentum},wait={options.wait}"
+        settings += f",wire={options.wire}"
         cluster += ["--strategy", "diloco", "--diloco", settings]
     size = ("--global-batch", str(options.global_batch), "--width", str(options.width))
     return run_example(cluster, seed, options.steps, *size, limit_s=options.limit)
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="inner steps of a round")
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.9)
+    parser.add_argument("--wire", default="fp32", help="format of what islands send")
     parser.add_argument("--wait", type=float, default=0.0, help="seconds, for a round")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
     parser.add_argument("--steps", type=int, default=3000, help="of one run")

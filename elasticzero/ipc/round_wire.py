@@ -2,21 +2,24 @@
 
 A file of a contribution, or of a mean, has the elements of a fragment piece by piece: first those
 that are encoded, then those that are sent as they are, of vectors, small parameters and buffers.
-Blocks of 256 elements share a scale of 4 bytes: `int8` and `int4` have so many bits for each
-element of a block, `bf16` needs no scale.
-Shapes: E elements of a fragment, P of a piece, B blocks of a piece.
+Blocks of 256 elements share a scale of 4 bytes: `fp8`, `int8` and `int4` have so many bits for each
+element of a block, `bf16` needs no scale. `topk` has the places and values of the largest elements
+of a piece; a mean of several contributions then has as many as all of them.
+Shapes: E elements of a fragment, P of a piece, B blocks of a piece, K elements that `topk` sends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from elasticzero.ipc.rounds import FragmentShape
+from elasticzero.options.wire import PLACE_BYTES, SCALE_BYTES, Wire, parse_wire
 
 Elements = npt.NDArray[np.floating[Any]]
 Bytes = npt.NDArray[np.uint8]
@@ -27,10 +30,15 @@ PIECE = 1 << 20
 """Elements that are encoded at a time, a multiple of `BLOCK`."""
 SMALL = 1024
 """Parameters of fewer elements are sent as they are, as vectors are."""
-_LEVELS = {"int8": 127, "int4": 7}
-"""Largest whole number that stands for an element."""
-_SCALE = 4
-"""Bytes of a scale."""
+_LEVELS = {"fp8": 448, "int8": 127, "int4": 7}
+"""Largest number that stands for an element."""
+_EIGHTHS, _POWERS = np.arange(127) % 8 / 8, np.arange(127) // 8
+_FP8 = (_EIGHTHS + (_POWERS > 0)) * 2.0 ** (np.maximum(_POWERS, 1) - 7)
+"""Numbers that 7 bits stand for in `fp8`: 4 of them are of a power of two, 3 of eighths (E4M3 of
+Micikevicius et al., arXiv 2209.05433)."""
+_FP8_MIDDLES = ((_FP8[1:] + _FP8[:-1]) / 2).astype(np.float32)
+_FP8_CODES = np.concatenate([_FP8, [np.nan], -_FP8, [np.nan]]).astype(np.float32)
+"""Number of each byte; the highest bit is the sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +55,14 @@ class RoundWire:
     """Encodes the elements of one fragment."""
 
     format: str
-    """One of `WIRES`; fp32: all elements are sent as they are."""
+    """One of `WIRES`, or `topk:SHARE`; fp32: all elements are sent as they are."""
     shape: FragmentShape
+    contributions: int = 1
+    """Number of contributions whose mean is sent."""
+
+    def of_mean(self, contributions: int) -> RoundWire:
+        """Returns how the mean of so many contributions is sent."""
+        return replace(self, contributions=contributions)
 
     @property
     def is_lossy(self) -> bool:
@@ -61,24 +75,35 @@ class RoundWire:
 
     def pieces(self) -> Iterator[Piece]:
         """Yields the pieces of the fragment, in the order of its elements and of the file."""
+        wire, at = parse_wire(self.format), 0
         encoded = self.shape.elements - self.shape.exact if self.is_lossy else 0
-        item, at = np.dtype(self.shape.dtype).itemsize, 0
-        for first, last, is_encoded in ((0, encoded, True), (encoded, self.shape.elements, False)):
+        for first, last, may_be in ((0, encoded, True), (encoded, self.shape.elements, False)):
             for start in range(first, last, PIECE):
                 stop = min(start + PIECE, last)
-                size = self._encoded_bytes(stop - start) if is_encoded else (stop - start) * item
+                as_it_is = (stop - start) * self._item
+                size = self._encoded_bytes(wire, stop - start) if may_be else as_it_is
                 yield Piece(
                     elements=slice(start, stop),
-                    bytes=slice(at, at + size),
-                    is_encoded=is_encoded,
+                    bytes=slice(at, at + min(size, as_it_is)),
+                    is_encoded=may_be and size < as_it_is,
                 )
-                at += size
+                at += min(size, as_it_is)
 
-    def _encoded_bytes(self, count: int) -> int:
-        if self.format == "bf16":
+    @property
+    def _item(self) -> int:
+        return np.dtype(self.shape.dtype).itemsize
+
+    def _encoded_bytes(self, wire: Wire, count: int) -> int:
+        if wire.format == "topk":
+            return self._largest(wire, count) * (PLACE_BYTES + self._item)
+        if wire.format == "bf16":
             return 2 * count
-        blocks = -(-count // BLOCK)
-        return blocks * (_SCALE + (BLOCK if self.format == "int8" else BLOCK // 2))
+        bits = BLOCK // 2 if wire.format == "int4" else BLOCK
+        return -(-count // BLOCK) * (SCALE_BYTES + bits)
+
+    def _largest(self, wire: Wire, count: int) -> int:
+        """Returns how many of some elements `topk` sends."""
+        return min(count, ceil(wire.share * count) * self.contributions)
 
     def encode(self, values_P: Elements, piece: Piece) -> Bytes:
         """Returns the bytes of a piece's elements.
@@ -89,6 +114,11 @@ class RoundWire:
         """
         if not piece.is_encoded:
             return np.ascontiguousarray(values_P).view(np.uint8)
+        wire = parse_wire(self.format)
+        if wire.format == "topk":
+            places_K = _largest_of(values_P, self._largest(wire, len(values_P)))
+            parts = [places_K.view(np.uint8), values_P[places_K].view(np.uint8)]
+            return np.concatenate(parts)
         values_P = np.ascontiguousarray(values_P, np.float32)
         if self.format == "bf16":
             return _to_bf16(values_P).view(np.uint8)
@@ -97,13 +127,16 @@ class RoundWire:
         padded_BK.reshape(-1)[: len(values_P)] = values_P
         scales_B = np.abs(padded_BK).max(axis=1) / np.float32(_LEVELS[self.format])
         with np.errstate(invalid="ignore", divide="ignore"):
-            codes_BK = np.rint(padded_BK / scales_B[:, None])
-        codes_BK = np.nan_to_num(codes_BK, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int8)
+            scaled_BK = padded_BK / scales_B[:, None]
+        scaled_BK = np.nan_to_num(scaled_BK, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        if self.format == "fp8":
+            codes_BK = np.searchsorted(_FP8_MIDDLES, np.abs(scaled_BK)).astype(np.uint8)
+            codes_BK |= (scaled_BK < 0).astype(np.uint8) << np.uint8(7)
+        else:
+            codes_BK = np.rint(scaled_BK).astype(np.int8).view(np.uint8)
         if self.format == "int4":
-            low_BK, high_BK = codes_BK[:, 0::2] & 15, codes_BK[:, 1::2] << 4
-            codes_BK = low_BK | high_BK
-        parts = [scales_B.view(np.uint8), codes_BK.reshape(-1).view(np.uint8)]
-        return np.concatenate(parts)
+            codes_BK = codes_BK[:, 0::2] & 15 | codes_BK[:, 1::2] << 4
+        return np.concatenate([scales_B.view(np.uint8), codes_BK.reshape(-1)])
 
     def decode(self, data: Bytes, piece: Piece) -> Elements:
         """Returns a piece's elements from their bytes, of the fragment's dtype; NaN for a block
@@ -117,18 +150,37 @@ class RoundWire:
         if not piece.is_encoded:
             return data.view(dtype)
         count = piece.elements.stop - piece.elements.start
+        if (wire := parse_wire(self.format)).format == "topk":
+            number = self._largest(wire, count)
+            values_P = np.zeros(count, dtype)
+            places_K = data[: number * PLACE_BYTES].view(np.uint32)
+            values_P[places_K] = data[number * PLACE_BYTES :].view(dtype)
+            return values_P
         if self.format == "bf16":
             wide_P = data.view(np.uint16).astype(np.uint32) << np.uint32(16)
             return wide_P.view(np.float32).astype(dtype)
         blocks = -(-count // BLOCK)
-        scales_B = data[: blocks * _SCALE].view(np.float32)
-        codes = data[blocks * _SCALE :].view(np.int8).reshape(blocks, -1)
+        scales_B = data[: blocks * SCALE_BYTES].view(np.float32)
+        codes = data[blocks * SCALE_BYTES :].view(np.int8).reshape(blocks, -1)
         if self.format == "int4":
             low_BK, high_BK = (codes << 4) >> 4, codes >> 4
             codes = np.stack([low_BK, high_BK], axis=2).reshape(blocks, BLOCK)
+        is_fp8 = self.format == "fp8"
+        values_BK = _FP8_CODES[codes.view(np.uint8)] if is_fp8 else codes.astype(np.float32)
         with np.errstate(invalid="ignore"):
-            values_BK = codes.astype(np.float32) * scales_B[:, None]
+            values_BK *= scales_B[:, None]
         return values_BK.reshape(-1)[:count].astype(dtype)
+
+
+def _largest_of(values_P: Elements, count: int) -> npt.NDArray[np.uint32]:
+    """Returns the places of so many of the largest elements, in order: of equal ones the first, so
+    that all nodes that have the same elements take the same."""
+    sizes_P = np.abs(values_P)
+    sizes_P[np.isnan(sizes_P)] = np.inf
+    least = np.partition(sizes_P, len(sizes_P) - count)[len(sizes_P) - count]
+    larger_K, equal_K = np.flatnonzero(sizes_P > least), np.flatnonzero(sizes_P == least)
+    places_K = np.concatenate([larger_K, equal_K[: count - len(larger_K)]])
+    return np.sort(places_K).astype(np.uint32)
 
 
 def _to_bf16(values_P: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -8,14 +8,15 @@ import re
 from dataclasses import dataclass
 
 from elasticzero.errors import UserError
+from elasticzero.options.wire import parse_wire
 from elasticzero.spans import STRATEGIES
 
 NAME = "diloco"
 """The strategy's name."""
 FOLDER = "islands"
 """Below it are the parts of a job that each island has for itself: in etcd, and of checkpoints."""
-WIRES = ("fp32", "bf16", "int8", "int4")
-"""Formats of what islands send each other."""
+WIRES = ("fp32", "bf16", "fp8", "int8", "int4", "topk")
+"""Formats of what islands send each other; `topk` with a share, as `--wire` has it."""
 INNER = STRATEGIES
 """Strategies with which an island can train."""
 
@@ -49,8 +50,8 @@ class DiLoCo:
     """Seconds for which an island waits at most for a round that it has contributed to, once it has
     made its `overlap` steps; it goes on then, and takes the round when that comes."""
     wire: str = "fp32"
-    """Format in which contributions and their mean are sent: fp32, bf16, int8 or int4. What a
-    contribution leaves out by it comes with the next one."""
+    """Format in which contributions and their mean are sent: fp32, bf16, fp8, int8, int4, or
+    topk:SHARE. What a contribution leaves out by it comes with the next one."""
     inner: str = "ddp"
     """Strategy with which an island trains: ddp, zero1, zero2 or zero3."""
 
@@ -66,7 +67,7 @@ class DiLoCo:
             "quorum": 0 < self.quorum <= 1,
             "grace": self.grace >= 0,
             "wait": 0 <= self.wait < math.inf,
-            "wire": self.wire in WIRES,
+            "wire": _is_wire(self.wire),
             "inner": self.inner in INNER,
         }
         for name, holds in possible.items():
@@ -75,6 +76,14 @@ class DiLoCo:
                     f"diloco has {name}={getattr(self, name)}; {_EXPECTED[name]} is expected"
                 )
         return self
+
+
+def _is_wire(text: str) -> bool:
+    """Returns whether islands can send each other that format."""
+    try:
+        return parse_wire(text).format in WIRES
+    except ValueError:
+        return False
 
 
 _EXPECTED = {
@@ -87,7 +96,7 @@ _EXPECTED = {
     "quorum": "a number above 0, and 1 at most,",
     "grace": "a number of inner steps",
     "wait": "a number of seconds",
-    "wire": f"one of {', '.join(WIRES)}",
+    "wire": f"one of {', '.join(WIRES[:-1])}, or topk:SHARE, such as topk:0.01,",
     "inner": f"one of {', '.join(INNER)}",
 }
 """Says what a value may be, by name."""

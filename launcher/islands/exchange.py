@@ -199,13 +199,13 @@ class Exchange:
             )
             for contributor in task.contributors
         ]
-        name = mean_name(task.fragment, task.attempt)
+        name, of_mean = mean_name(task.fragment, task.attempt), wire.of_mean(len(parts))
         try:
-            with self._files.making(name, wire.nbytes) as data:
-                for piece in wire.pieces():
+            with self._files.making(name, of_mean.nbytes) as data:
+                for piece, into in zip(wire.pieces(), of_mean.pieces(), strict=True):
                     mean_P = np.empty(piece.elements.stop - piece.elements.start, wire.shape.dtype)
                     write_mean([(part.samples, part.read(piece)) for part in parts], mean_P)
-                    data[piece.bytes] = wire.encode(mean_P, piece)
+                    data[into.bytes] = of_mean.encode(mean_P, into)
                     size = piece.bytes.stop - piece.bytes.start
                     self._count_bytes(size * sum(part.is_foreign for part in parts))
                 for part in parts:
@@ -214,15 +214,15 @@ class Exchange:
             unreachable = Unreachable(attempt=task.attempt, islands=(missing.island,))
             return Exchanged(task=task, result=unreachable, error=str(missing))
         mean = self._files.digest(name)
-        outer = self._step(task.fragment, task.base, name)
+        outer = self._step(task.fragment, of_mean, task.base, name)
         return Exchanged(task=task, result=Sum(attempt=task.attempt, mean=mean, outer=outer))
 
     def _take_sum(self, task: TakeSum) -> Exchanged:
         """Fetches a mean, and computes the outer state after it."""
         name = mean_name(task.fragment, task.sum.attempt)
-        size = self._wires[task.fragment].nbytes
-        self._fetch(task.sources, name, size, task.sum.mean)
-        outer = self._step(task.fragment, task.base, name)
+        wire = self._wires[task.fragment].of_mean(task.contributions)
+        self._fetch(task.sources, name, wire.nbytes, task.sum.mean)
+        outer = self._step(task.fragment, wire, task.base, name)
         return Exchanged(task=task, result=replace(task.sum, outer=outer))
 
     def _take_outer(self, task: TakeOuter) -> Exchanged:
@@ -251,15 +251,15 @@ class Exchange:
                     values_E[piece.elements] = wire.decode(data[piece.bytes], piece)
         return Exchanged(task=task)
 
-    def _step(self, number: int, base: Outer, mean: str) -> str:
+    def _step(self, number: int, wire: RoundWire, base: Outer, mean: str) -> str:
         """Makes the files of the outer state after a mean; returns its digest.
 
         Args:
             number: Number of the fragment.
+            wire: How the mean is sent.
             base: The state before.
             mean: Name of the file with the mean.
         """
-        wire = self._wires[number]
         stepped, size = wire.shape.elements - wire.shape.averaged, size_of(wire.shape)
         following = [f"{mean}-{part}" for part in PARTS]
         with ExitStack() as stack:

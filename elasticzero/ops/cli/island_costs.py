@@ -1,8 +1,8 @@
 """Estimates for `elasticzero plan --link` what rounds of islands take on a link. Pure.
 
-A round of a fragment has all islands but its owner send a contribution, of 32 bits a parameter, and
-fetch the mean from it. So the owner's link carries the fragment once for each other island, in each
-direction one after the other. Different fragments have different owners, as far as there are
+A round of a fragment has all islands but its owner send a contribution, in the format of `wire`,
+and fetch the mean from it. So the owner's link carries the fragment once for each other island, in
+each direction one after the other. Different fragments have different owners, as far as there are
 islands. Nobody waits for it: it must be over within a part of the time until the next round.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from elasticzero.options.wire import parse_wire
 from elasticzero.text import size_text, span_text, table_text
 
 EVERY = (10, 20, 50, 100, 200, 500)
@@ -21,19 +22,28 @@ FRAGMENTS = (1, 2, 4, 8)
 """Numbers of fragments that are compared."""
 SHARE = 0.5
 """Part of the time of a round that an exchange may take, so that what is averaged is not older."""
+WIRES = ("fp32", "bf16", "int8")
+"""Formats that are compared, the most exact one first."""
 NUMBER_BYTES = 4
-"""Bytes that are sent of a parameter."""
+"""Bytes of a parameter."""
 FILES = 4
 """Numbers that a node keeps of a parameter in its shared memory: outer parameters, momentum, a
 contribution and a mean; twice as many while a round is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundCost:
-    """Says what rounds take with one setting."""
+class RoundSetting:
+    """Says how a job's islands average."""
 
     every: int
     fragments: int
+    wire: str = "fp32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCost(RoundSetting):
+    """Says what rounds take with one setting."""
+
     exchange_s: float
     """Seconds for which the exchange of one fragment takes its owner's link."""
     busy: float
@@ -47,7 +57,7 @@ class RoundCost:
 
 
 def round_cost(
-    islands: int, elements: int, link: float, step_s: float, *, every: int, fragments: int
+    islands: int, elements: int, link: float, step_s: float, setting: RoundSetting
 ) -> RoundCost:
     """Returns what a setting costs.
 
@@ -56,26 +66,26 @@ def round_cost(
         elements: Number of parameters.
         link: Bits that a node can send in a second.
         step_s: Seconds of an inner step.
-        every: Inner steps of a round.
-        fragments: Number of fragments.
+        setting: The setting.
     """
-    others, of_fragment_s = islands - 1, 8 * NUMBER_BYTES * elements / fragments / link
+    sent_bytes, fragments = parse_wire(setting.wire).sent_bytes or NUMBER_BYTES, setting.fragments
+    others, of_fragment_s = islands - 1, 8 * sent_bytes * elements / fragments / link
     # A link takes both directions at a time; an island has the fragments that it owns, and those of
     # others, of which it sends a contribution.
     owned = math.ceil(fragments / islands)
     sent_s = (owned * others + fragments - owned) * of_fragment_s
     return RoundCost(
-        every=every,
-        fragments=fragments,
+        **asdict(setting),
         exchange_s=2 * others * of_fragment_s,
-        busy=sent_s / (every * step_s),
+        busy=sent_s / (setting.every * step_s),
         steps=2 * others * of_fragment_s / step_s,
     )
 
 
 def round_costs(islands: int, elements: int, link: float, step_s: float) -> dict[str, Any]:
-    """Returns the setting of fewest fragments that fits for each number of inner steps, or else of
-    most, and the first that fits: None where none does.
+    """Returns for each number of inner steps the setting that fits of the most exact format and
+    fewest fragments, or else the one that sends least, and the first that fits: None where none
+    does.
 
     Args:
         islands: Number of islands.
@@ -86,7 +96,14 @@ def round_costs(islands: int, elements: int, link: float, step_s: float) -> dict
     rows = []
     for every in EVERY:
         settings = [
-            round_cost(islands, elements, link, step_s, every=every, fragments=fragments)
+            round_cost(
+                islands,
+                elements,
+                link,
+                step_s,
+                RoundSetting(every=every, fragments=fragments, wire=wire),
+            )
+            for wire in WIRES
             for fragments in FRAGMENTS
             if fragments <= every
         ]
@@ -106,12 +123,12 @@ def rounds_text(rounds: Mapping[str, Any], speed: str) -> str:
         rounds: What `round_costs` has returned.
         speed: The speed of the link, as the user has written it.
     """
-    heads = ("every", "fragments", "exchange", "inner steps meanwhile", "link is busy", "fits")
+    heads = ("every", "fragments", "wire", "exchange", "steps meanwhile", "link is busy", "fits")
     table = table_text(heads, [*_lines(rounds["rows"])])
     text = (
         "With --strategy diloco each node is an island, and no step waits for others. The exchange "
-        f"of one fragment takes so long at {speed}, in 32 bits a number; wire=int8 takes a quarter "
-        f"of that:\n\n{table}\n"
+        f"of one fragment takes so long at {speed}, in the most exact format that fits:\n\n"
+        f"{table}\n"
     )
     best, memory = rounds["recommended"], size_text(rounds["node_memory"])
     if best is None:
@@ -119,6 +136,8 @@ def rounds_text(rounds: Mapping[str, Any], speed: str) -> str:
     setting = f"every={best['every']}"
     if best["fragments"] > 1:
         setting += f",fragments={best['fragments']}"
+    if best["wire"] != WIRES[0]:
+        setting += f",wire={best['wire']}"
     return (
         f"{text}Where a step may not wait: --strategy diloco --diloco {setting}, which takes "
         f"{memory} of a node's RAM besides. It is another algorithm than ddp: "
@@ -131,6 +150,7 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
         yield [
             str(row["every"]),
             str(row["fragments"]),
+            row["wire"],
             span_text(row["exchange_s"]),
             f"{row['steps']:.1f}",
             f"{min(row['busy'], 99):.0%}",

@@ -38,6 +38,8 @@ class TakeSum:
     fragment: int
     base: Outer
     sum: Sum
+    contributions: int
+    """Number of contributions that it is of."""
     sources: tuple[str, ...]
     """Islands that have it, the owner first."""
 
@@ -121,7 +123,13 @@ def _task(
     sources = tuple(name for name, result in ready.items() if result == agreed)
     first = tuple(name for name in sources if name == closing.owner)
     sources = (*first, *(name for name in sources if name not in first))
-    return TakeSum(fragment=number, base=newest, sum=agreed, sources=sources)
+    return TakeSum(
+        fragment=number,
+        base=newest,
+        sum=agreed,
+        contributions=len(closing.contributors),
+        sources=sources,
+    )
 
 
 def _way_to(

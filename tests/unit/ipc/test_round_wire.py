@@ -13,7 +13,8 @@ from elasticzero.ipc.round_wire import BLOCK, Elements, RoundWire
 from elasticzero.ipc.rounds import FragmentShape
 from elasticzero.options.diloco import WIRES
 
-LOSSY = WIRES[1:]
+FORMATS = [*WIRES[:-1], "topk:0.25"]
+LOSSY = FORMATS[1:]
 
 
 def wire(
@@ -37,7 +38,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("pieces")
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("elements", "exact"), [(1, 0), (256, 0), (1537, 300), (700, 700)])
 def test_elements_come_as_near_as_the_format_has_it(
@@ -47,17 +48,32 @@ def test_elements_come_as_near_as_the_format_has_it(
     came_E = through(wire(name, elements, exact, dtype), values_E)
     assert came_E.dtype == dtype
     encoded = 0 if name == "fp32" else elements - exact
+    if name == "topk:0.25":
+        check_largest(values_E[:encoded], came_E[:encoded])
+        return
     assert np.array_equal(came_E[encoded:], values_E[encoded:])
     off_E = np.abs(came_E - values_E)[:encoded]
     most = np.abs(values_E[:encoded]).max(initial=0.0)
-    bound = {"fp32": 0.0, "bf16": most / 256, "int8": most / 253, "int4": most / 13}[name]
-    assert (off_E <= bound).all()
+    bounds = {"fp32": 0, "bf16": 1 / 256, "fp8": 1 / 27, "int8": 1 / 253, "int4": 1 / 13}
+    assert (off_E <= most * bounds[name]).all()
+
+
+def check_largest(values_E: Elements, came_E: Elements) -> None:
+    """Each piece has a quarter of its elements, the largest of them, as they were."""
+    for start in range(0, len(values_E), round_wire.PIECE):
+        piece = slice(start, start + round_wire.PIECE)
+        values_P, came_P = values_E[piece], came_E[piece]
+        sent_P = came_P != 0
+        assert sent_P.sum() == -(-len(values_P) // 4)
+        assert np.array_equal(came_P[sent_P], values_P[sent_P])
+        assert np.abs(values_P[~sent_P]).max(initial=0) <= np.abs(values_P[sent_P]).min()
 
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_file_has_few_bytes(name: str) -> None:
     share = wire(name, 1 << 21).nbytes / (4 << 21)
-    assert share == {"bf16": 0.5, "int8": 65 / 256, "int4": 33 / 256}[name]
+    shares = {"bf16": 0.5, "fp8": 65 / 256, "int8": 65 / 256, "int4": 33 / 256, "topk:0.25": 0.5}
+    assert share == shares[name]
     assert wire(name, 0).nbytes == 0
 
 
@@ -69,7 +85,38 @@ def test_bf16_rounds_as_torch_does() -> None:
     assert np.array_equal(came_E, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_fp8_rounds_as_torch_does() -> None:
+    values_E = np.random.default_rng(0).normal(size=100 * BLOCK).astype(np.float32)
+    values_E[::BLOCK] = 448  # so that a block's scale is 1
+    came_E = through(wire("fp8", len(values_E)), values_E)
+    expected = torch.from_numpy(values_E).to(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(came_E, expected)
+
+
+@pytest.mark.parametrize("contributions", [1, 2, 3, 4])
+def test_a_mean_has_all_that_the_contributions_have(contributions: int) -> None:
+    one, size = wire("topk:0.1", 4000, exact=100), 3900
+    sent = [
+        through(one, np.random.default_rng(n).normal(size=4000).astype(np.float32))
+        for n in range(contributions)
+    ]
+    mean_E: Elements = np.asarray(np.mean(sent, axis=0, dtype=np.float32))
+    of_mean = one.of_mean(contributions)
+    assert of_mean.nbytes == min(contributions * 390 * 8, size * 4) + 100 * 4
+    assert np.array_equal(through(of_mean, mean_E), mean_E)
+    assert through(wire("topk:0.6", 64), np.ones(64, np.float32)).all(), "all are sent as they are"
+
+
+def test_of_equal_elements_the_first_are_sent() -> None:
+    came_E = through(wire("topk:0.1", 1000), np.full(1000, -2.0, np.float32))
+    assert np.array_equal(np.flatnonzero(came_E), np.arange(100))
+    values_E = np.zeros(1000, np.float32)
+    values_E[500], values_E[7] = np.nan, np.inf
+    came_E = through(wire("topk:0.002", 1000), values_E)
+    assert np.isnan(came_E[500]) and np.isinf(came_E[7])
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     values_E = np.ones(2 * BLOCK, np.float32)

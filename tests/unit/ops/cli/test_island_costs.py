@@ -7,7 +7,7 @@ import json
 import pytest
 
 from elasticzero.cli.main import main
-from elasticzero.ops.cli.island_costs import SHARE, round_cost, round_costs
+from elasticzero.ops.cli.island_costs import SHARE, RoundSetting, round_cost, round_costs
 
 LINK = 8e6
 """A megabyte a second."""
@@ -28,20 +28,27 @@ def sent_by_each(islands: int, fragments: int) -> list[float]:
 @pytest.mark.parametrize("islands", [2, 3, 5, 8])
 @pytest.mark.parametrize("fragments", [1, 2, 3, 8, 20])
 def test_a_link_is_as_busy_as_what_it_carries(islands: int, fragments: int) -> None:
-    cost = round_cost(islands, 250_000, LINK, 0.5, every=40, fragments=fragments)
+    cost = round_cost(islands, 250_000, LINK, 0.5, RoundSetting(every=40, fragments=fragments))
     assert cost.busy == pytest.approx(max(sent_by_each(islands, fragments)) / 20)
     assert cost.exchange_s == pytest.approx(2 * (islands - 1) / fragments)
     assert cost.steps == pytest.approx(cost.exchange_s / 0.5)
+    short = round_cost(
+        islands, 250_000, LINK, 0.5, RoundSetting(every=40, fragments=fragments, wire="bf16")
+    )
+    assert short.exchange_s == pytest.approx(cost.exchange_s / 2)
 
 
 def test_the_first_setting_that_fits_is_recommended() -> None:
     costs = round_costs(2, 10_000_000, 100e6, 0.2)
     best = costs["recommended"]
+    wires = {row["every"]: row["wire"] for row in costs["rows"]}
+    assert wires[10] == "int8" and wires[20] == "bf16", "the most exact one that fits"
+    assert wires[50] == wires[500] == "fp32"
     assert best["busy"] <= SHARE and best["steps"] <= SHARE * best["every"]
     assert not any(row["fits"] for row in costs["rows"] if row["every"] < best["every"])
     assert all(row["fits"] for row in costs["rows"] if row["every"] >= best["every"])
     faster = round_costs(2, 10_000_000, 10e9, 0.2)["recommended"]
-    assert (faster["every"], faster["fragments"]) == (10, 1)
+    assert (faster["every"], faster["fragments"], faster["wire"]) == (10, 1, "fp32")
     assert round_costs(8, 7_000_000_000, 1e8, 0.2)["recommended"] is None
 
 
@@ -49,9 +56,10 @@ def test_plan_shows_it_where_a_step_is_known(capsys: pytest.CaptureFixture[str])
     plan = ["plan", "--params", "10M", "--nodes", "2", "--link", "100mbit"]
     assert main([*plan, "--step-time", "0.2"]) == 0
     shown = capsys.readouterr().out
-    assert "--strategy diloco --diloco every=50,fragments=2, which takes 152.6 MiB" in shown
+    setting = "every=10,fragments=2,wire=int8"
+    assert f"--strategy diloco --diloco {setting}, which takes 152.6 MiB" in shown
     assert main([*plan, "--step-time", "0.2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["islands"]["recommended"]["every"] == 50
+    assert json.loads(capsys.readouterr().out)["islands"]["recommended"]["every"] == 10
     assert main([*plan, "--json"]) == 0
     assert "islands" not in json.loads(capsys.readouterr().out)
     assert main([*plan[:2], "7B", *plan[3:], "--step-time", "0.2"]) == 0

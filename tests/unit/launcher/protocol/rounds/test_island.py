@@ -57,7 +57,7 @@ def test_others_wait_for_the_owner_and_take_its_sum() -> None:
     assert task_of(CLOSED, "b", ready("a", 1), ready("b", 2)) is None
     first, second = ready("a", 1, sum=result()), ready("c", 3, sum=result())
     assert task_of(CLOSED, "b", second, first, ready("b", 2)) == TakeSum(
-        fragment=0, base=START, sum=result(), sources=("a", "c")
+        fragment=0, base=START, sum=result(), contributions=3, sources=("a", "c")
     )
 
 
