@@ -66,6 +66,11 @@ class SamplesLeft:
     committed: int = 0
     """Number of samples in committed rounds."""
 
+    @property
+    def first(self) -> int:
+        """Returns the position of the first sample that is in no committed round."""
+        return min((start for start, _ in self.earlier), default=self.next)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandProgress:
@@ -80,6 +85,8 @@ class IslandProgress:
     """Position after the last sample that it has used of that."""
     left: SamplesLeft = field(default_factory=SamplesLeft)
     """Samples with which rounds would go on that begin with this state."""
+    epochs: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Number of epochs after which the script's `on_epoch_end` has run, or need not run."""
 
 
 NONE = IslandProgress(fragments=())

@@ -89,7 +89,7 @@ def without_islands(position: DataPosition, plan: BatchPlan) -> tuple[DataPositi
     """
     assert position.island is not None
     left = position.island.left
-    first = min((start for start, _ in left.earlier), default=left.next)
+    first = left.first
     epoch, offset = divmod(first, used_in_epoch(plan))
     steps = epoch * plan.steps_in_epoch + -(-offset // plan.global_batch)
     after = replace(position, epoch=epoch, offset=offset, steps=steps, island=None)

@@ -335,7 +335,7 @@ class Loops:
                 if training.stopped is not None:
                     break
                 if islands is not None:
-                    following = islands.at_boundary(training)
+                    following = islands.at_boundary(training, self._note_epoch)
                 if following is None:
                     training.at_boundary(last=True)
                     break
@@ -374,6 +374,9 @@ class Loops:
                 work.report(training)
                 self._link.send(LoopExited())
         work.end_loop(loop)
+
+    def _note_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
 
     def _open(
         self,

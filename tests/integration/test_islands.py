@@ -109,6 +109,7 @@ def check_each_sample_counts_once(
         slow("every=1,outer-lr=1,outer-momentum=0,quorum=0.5"),
         "every=4,wire=int8,inner=zero2",
         slow("every=4,fragments=2,wire=bf16"),
+        slow("every=4,wire=topk:0.2"),
     ],
 )
 def test_islands_divide_the_samples_and_end_alike(
@@ -357,6 +358,35 @@ def test_an_island_that_comes_has_the_inner_optimizer_of_another(
             assert begun(told, "node-2")[0] > 5, told.logs()
             assert begun(told, "node-1")[1] > 5, told.logs()
         assert rounds_of(told, etcd).samples == 6000
+
+
+@pytest.mark.parametrize("workers", [slow(1), 2])
+def test_each_epoch_ends_once_on_each_island(
+    workers: int, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """Once all of its samples are in rounds. On an island that comes those end that have not ended
+    in the state that it begins with."""
+    arguments = ("--model", "regress", "--lr", "0.01", "--samples", "240", "--epochs", "9")
+    name = f"epochs-{workers}"
+    with job(
+        tmp_path, etcd, name, "every=4", *arguments, "--tells-epochs", nodes=2, workers=workers
+    ) as told:
+        told.wait("epochs", lambda: all(ended_on(told, n) for n in told.cluster.nodes))
+        with told.slowed(0.2):
+            told.cluster.start_node()
+            told.wait("its steps", lambda: len(used_by(told, "node-2")) > 2)
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        for node in ("node-0", "node-1"):
+            assert ended_on(told, node) == list(range(9)), told.logs()
+        late = ended_on(told, "node-2")
+        assert late and late == list(range(9))[-len(late) :], told.logs()
+        assert rounds_of(told, etcd).samples == 9 * 240
+
+
+def ended_on(told: Story, node: str) -> list[int]:
+    """The epochs for whose end a node's first worker has called the script's function."""
+    return [line["ended"] for line in lines_of(told, node) if "ended" in line]
 
 
 def is_held(event: Mapping[str, Any]) -> bool:

@@ -16,8 +16,10 @@ from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.clusters import Story
 from tests.integration.test_islands import (
     NONE_LAPSES,
+    begun_from,
     check_as_of_one_process,
     check_each_sample_counts_once,
+    is_held,
     job,
     rounds_of,
     used_by,
@@ -79,7 +81,12 @@ def test_two_islands_of_two_nodes_are_one_process(
 
 @pytest.mark.parametrize(
     "diloco",
-    [slow("every=4,wire=int8"), slow("every=6,fragments=2,overlap=2"), slow("every=4,wire=bf16")],
+    [
+        slow("every=4,wire=int8"),
+        slow("every=6,fragments=2,overlap=2"),
+        slow("every=4,wire=bf16"),
+        slow("every=4,wire=topk:0.3"),
+    ],
 )
 def test_nodes_of_an_island_have_the_same_bits(
     diloco: str, tmp_path: Path, etcd: EtcdServer
@@ -144,6 +151,33 @@ def test_an_island_goes_on_when_it_loses_a_node(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["ddp", "zero1"])
+def test_an_island_that_was_lost_has_the_inner_optimizer_of_another(
+    inner: str, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """One of its nodes reads it from the other's memory, and the rest from that one."""
+    options = (*TWO_NODES, "--snapshot-every", "5")
+    arguments = ("--model", "regress", "--adam", "--lr", "0.01", "--samples", "6000")
+    name = f"spread-brings-{inner}"
+    diloco = f"every=5,inner={inner}"
+    with job(tmp_path, etcd, name, diloco, *arguments, nodes=4, options=options) as told:
+        nodes = [*told.cluster.nodes]
+        told.wait("snapshots", lambda: {*nodes} <= {n for n, e in told.told if is_held(e)})
+        lost = next(members for members in islands_in(told) if "node-0" not in members)
+        with told.slowed(0.5):
+            for node in lost:
+                told.cluster.kill_node(told.cluster.nodes[node])
+            for node in lost:
+                told.cluster.start_node(node)
+            told.wait("its state", lambda: {(node, "ram") for node in lost} <= begun_from(told))
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        logs = [(told.directory() / node / "agent.log").read_text() for node in lost]
+        assert sum("begins with what island-" in text for text in logs) == 1
+        assert rounds_of(told, etcd).samples == 6000
+
+
 def test_islands_that_start_again_go_on_from_a_committed_round(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.data.loader import ClaimedBatches, RankSchedule
-from elasticzero.data.position import DataPosition, GlobalBatch
+from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch
 from elasticzero.data.sampling import BatchPlan
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
@@ -71,6 +71,7 @@ class IslandTraining:
             dict(model.named_parameters()), _floating_buffers(model), settings.fragments
         )
         self._table = ClaimTable()
+        self._on_epoch_end: Callable[[], object] | None = None
         folder = Path(link.assignment.snapshot_root) / ROUNDS_FOLDER
         self._rounds = IslandRounds(
             link,
@@ -118,12 +119,12 @@ class IslandTraining:
         refused = {
             "streams": not isinstance(plan, BatchPlan),
             "virtual_batch=": schedule.virtual_batch is not None,
-            "on_epoch_end=": on_epoch_end is not None,
         }
         for what, is_there in refused.items():
             if is_there:
                 raise UserError(f"strategy diloco has no {what}: leave it out, or use ddp")
         assert isinstance(plan, BatchPlan)
+        self._on_epoch_end = on_epoch_end
         of_islands = IslandPlan(**field_values(plan), table=self._table)
         return replace(schedule, plan=of_islands)
 
@@ -167,29 +168,39 @@ class IslandTraining:
             )
         )
 
-    def at_boundary(self, training: TrainingState) -> tuple[GlobalBatch, DataPosition] | None:
+    def at_boundary(
+        self, training: TrainingState, ends_epoch: Callable[[int], None]
+    ) -> tuple[GlobalBatch, DataPosition] | None:
         """Follows the rounds between two steps, and waits until there is something to train on; all
         ranks call this together.
 
+        Args:
+            training: The training state.
+            ends_epoch: Called before the script's function for an epoch of which all samples are
+                committed, with its number.
+
         Returns:
-            The next batch and the position after it; None: all samples are committed.
+            The next batch and the position after it; None: all samples are committed, or training
+            is to stop.
         """
         incarnation = _island_of(training).incarnation
-        following = self._follow(training)
+        following = self._follow(training, ends_epoch)
         if following is None and not self._is_over(training):
-            following = self._wait(training)
+            following = self._wait(training, ends_epoch)
         anew = _island_of(training).incarnation != incarnation
         self._data.begin_at(training.position, anew=anew)
         return following
 
-    def _wait(self, training: TrainingState) -> tuple[GlobalBatch, DataPosition] | None:
+    def _wait(
+        self, training: TrainingState, ends_epoch: Callable[[int], None]
+    ) -> tuple[GlobalBatch, DataPosition] | None:
         """Waits until there is something to train on; returns it, or None where all samples are
         committed, or training is to stop."""
         following, polls = None, 0
         with self._link.busy("waiting for samples or a round"):
             while following is None and not self._is_over(training):
                 self._rounds.pause()
-                following, polls = self._follow(training), polls + 1
+                following, polls = self._follow(training, ends_epoch), polls + 1
                 if polls % LOOK_POLLS == 0:
                     training.begin_backward()  # submits what this rank knows
                     training.at_boundary()  # which ends the generation where the node leaves
@@ -197,7 +208,9 @@ class IslandTraining:
                         return None
         return following
 
-    def _follow(self, training: TrainingState) -> tuple[GlobalBatch, DataPosition] | None:
+    def _follow(
+        self, training: TrainingState, ends_epoch: Callable[[int], None]
+    ) -> tuple[GlobalBatch, DataPosition] | None:
         before = _island_of(training)
         has_samples = self._plan.next(training.position) is not None
         progress = self._rounds.at_boundary(before, has_samples=has_samples)
@@ -205,17 +218,36 @@ class IslandTraining:
             # A newcomer's schedules go on where those of the others are.
             passed = progress.left.committed // self._plan.global_batch
             training.step = max(training.step, passed)
+            # One that begins without a state has no part in the epochs before it came.
+            ended = before.epochs if before.incarnation else self._ended_epochs(progress.left)
+            progress = replace(progress, epochs=ended)
         if progress != before:
             training.position = replace(training.position, island=progress)
             training.copy = training.copy_now()
         self._tracker.record(StepEvent.KEPT)
         self._table.claims = self._rounds.claims if self._rounds.takes_part else ()
-        if self._rounds.waits_for_round(progress):
+        self._end_epochs(training, ends_epoch)
+        if training.stopped is not None or self._rounds.waits_for_round(progress):
             return None
         return self._plan.next(training.position)
 
+    def _end_epochs(self, training: TrainingState, ends_epoch: Callable[[int], None]) -> None:
+        """Has the script's function run for each epoch that has ended."""
+        island = _island_of(training)
+        for epoch in range(island.epochs, self._ended_epochs(island.left)):
+            ends_epoch(epoch)
+            island = replace(_island_of(training), epochs=epoch + 1)
+            after = replace(training.position, island=island)
+            training.end_epoch(EpochEnd(self._on_epoch_end, after))
+            if training.stopped is not None:
+                return
+
+    def _ended_epochs(self, left: SamplesLeft) -> int:
+        """Returns the number of epochs of which all samples are committed."""
+        return left.first // self._plan.epoch_samples
+
     def _is_over(self, training: TrainingState) -> bool:
-        return self._rounds.is_over(_island_of(training))
+        return training.stopped is not None or self._rounds.is_over(_island_of(training))
 
 
 def open_islands(

@@ -14,7 +14,9 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +62,15 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> int:
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
+def tell_epoch(session: ez.Session, module: nn.Module) -> None:
+    """Writes down which epoch has ended, and that all ranks can compute together then."""
+    x_NF, y_N1 = dataset(20).tensors[1:]
+    net = module.get_submodule("net")
+    fn = lambda pair: nn.functional.mse_loss(net(pair[0]), pair[1])  # noqa: E731
+    loss = session.evaluate(TensorDataset(x_NF, y_N1), fn)
+    print(json.dumps({"ended": session.epoch, "loss": loss}), flush=True)
+
+
 def train(session: ez.Session) -> None:
     module = (Counter if options.model == "count" else Regression)(options.samples)
     if options.ballast:
@@ -80,7 +91,13 @@ def train(session: ez.Session) -> None:
     while hold.is_file():
         time.sleep(0.002)
     data = dataset(options.samples)
-    for index_B, x_BF, y_B1 in session.batches(data, global_batch=options.batch, epochs=1):
+    ends = partial(tell_epoch, session, module) if options.tells_epochs else None
+    arguments: dict[str, Any] = {
+        "global_batch": options.batch,
+        "epochs": options.epochs,
+        "on_epoch_end": ends,
+    }
+    for index_B, x_BF, y_B1 in session.batches(data, **arguments):
         used = session.batch_indices
         session.backward(module.loss(index_B, x_BF, y_B1))
         session.step()
@@ -99,6 +116,8 @@ parser.add_argument("--samples", type=int, default=960)
 parser.add_argument("--batch", type=int, default=12)
 parser.add_argument("--lr", type=float, default=1.0)
 parser.add_argument("--ballast", type=int, default=0, help="elements that no step changes")
+parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--tells-epochs", action="store_true", help="print which epochs have ended")
 parser.add_argument("--adam", action="store_true", help="train by Adam in place of SGD")
 parser.add_argument("--tells-adam", action="store_true", help="print with what state it begins")
 parser.add_argument("--pause", type=float, default=0.02)
