@@ -25,11 +25,12 @@ from tests.integration.test_planned_leave import (
     train_without,
 )
 from tests.integration.test_preemption import codes_of, job_arguments
+from tests.support.cases import slow
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "zero2", "zero3", pytest.param("zero1", marks=pytest.mark.slow)]
+    "strategy", ["zero3", *(slow(strategy) for strategy in ("ddp", "zero1", "zero2"))]
 )
 def test_a_node_comes_into_a_world_of_one_and_the_first_one_leaves(
     strategy: str, tmp_path: Path, job: str, etcd: EtcdServer, reference: dict[str, Tensor]

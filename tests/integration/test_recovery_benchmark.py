@@ -36,6 +36,7 @@ def test_rounds_in_which_torchrun_hangs_are_left_out(root: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_steps_with_and_without_a_session_take_turns(root: Path) -> None:
     """The strategy alone steps an optimizer that the session beside it must not refuse."""
     options = ["--rounds=0", "--slow=0", "--peer=0", "--rest=0", "--pairs=1"]
