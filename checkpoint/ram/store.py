@@ -171,13 +171,20 @@ class SnapshotStore:
         """
         return DiskStorage(self.path(generation, step, root), durable=False)
 
-    def root_with(self, size: int) -> Path:
-        """Returns the one of the two directories that has room for so many bytes; raises
-        `StorageError` where none has."""
+    def root_with(self, size: int, *, spare: int) -> Path:
+        """Returns the one of the two directories that has room for a copy.
+
+        Args:
+            size: Bytes of the copy.
+            spare: Bytes that must stay free beside it.
+
+        Raises:
+            StorageError: Neither has room.
+        """
         for root in self._roots:
-            if free_bytes(root) >= size + HEADROOM_BYTES:
+            if free_bytes(root) >= size + spare + HEADROOM_BYTES:
                 return root
-        raise StorageError(f"{self.root} has no room for {size >> 20} MiB more")
+        raise StorageError(f"{self.root} has no room for {(size + spare >> 20) + 1} MiB more")
 
     def held(self) -> list[HeldSnapshot]:
         """Returns every snapshot of which a rank's whole shard is here, oldest first."""

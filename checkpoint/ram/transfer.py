@@ -4,9 +4,9 @@ this node's."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from elasticzero.checkpoint.format.checksums import SUMS_LIMIT_BYTES, BlockReader
 from elasticzero.checkpoint.format.manifest import Manifest, ShardFile, from_json, to_json
@@ -21,11 +21,14 @@ from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.checkpoint.steps import catalog, commit
 from elasticzero.checkpoint.steps.loose_files import written_anew
 from elasticzero.checkpoint.storage.base import Directory, Readable, Storage, read_small
+from elasticzero.checkpoint.storage.disk import DiskStorage
 from elasticzero.errors import CheckpointDamaged, StorageError
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.5
 _PART_BYTES = 16 << 20
 """Number of bytes pulled from another node at a time."""
+_SMALL_PART_BYTES = 4 << 20
+"""The same over a slow network."""
 
 
 def persist(
@@ -159,8 +162,8 @@ def pull(
         StorageError: The other node cannot be reached, or this one cannot write.
         CheckpointDamaged: A block is not what its owner has sealed.
     """
-    text, _, file, sums = _sealed(source, shard)
-    name = snapshot_manifest_name(shard.rank, shard.world_size)
+    sealed = SealedShard.read(source, shard)
+    name, file = snapshot_manifest_name(shard.rank, shard.world_size), sealed.file
     blocks = BlockReader(source, file)
     slot = slots.take(file.bytes)
     memory = slot.view()
@@ -171,62 +174,78 @@ def pull(
     storage = store.open(shard.generation, shard.step, slot.root)
     storage.path.mkdir(parents=True, exist_ok=True)
     slot.link(storage.path / file.name)
-    storage.write(file.name + SUMS_SUFFIX, [sums])
-    storage.write(name, [text])
+    storage.write(file.name + SUMS_SUFFIX, [sealed.sums])
+    storage.write(name, [sealed.text])
     return True
 
 
-def _sealed(source: Readable, shard: ShardName) -> tuple[bytes, Manifest, ShardFile, bytes]:
-    """Returns the text of a sealed shard's manifest, what it says of the whole and of the shard's
-    file, and the checksum file."""
-    name = snapshot_manifest_name(shard.rank, shard.world_size)
-    text = read_small(source, name, catalog.MANIFEST_LIMIT_BYTES)
-    manifest = from_json(text, f"{source.where}/{name}")
-    if (manifest.generation, manifest.step) != (shard.generation, shard.step):
-        raise CheckpointDamaged(
-            f"{source.where}/{name} is step {manifest.step} of generation {manifest.generation}"
-        )
-    file = manifest.files[shard.rank]
-    return text, manifest, file, read_small(source, file.name + SUMS_SUFFIX, SUMS_LIMIT_BYTES)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedShard:
+    """Holds what another node has sealed of a shard, but its bytes."""
+
+    source: Readable
+    name: ShardName
+    text: bytes
+    """The shard's manifest, as it is stored."""
+    manifest: Manifest
+    file: ShardFile
+    sums: bytes
+    """The shard's checksum file."""
+
+    @classmethod
+    def read(cls, source: Readable, shard: ShardName) -> SealedShard:
+        """Reads it.
+
+        Args:
+            source: The files of the snapshot on the other node.
+            shard: The shard.
+
+        Raises:
+            FileNotFoundError: The owner has not sealed the shard, or not yet.
+            StorageError: The other node cannot be reached.
+            CheckpointDamaged: The manifest is none of this shard.
+        """
+        name = snapshot_manifest_name(shard.rank, shard.world_size)
+        text = read_small(source, name, catalog.MANIFEST_LIMIT_BYTES)
+        manifest = from_json(text, f"{source.where}/{name}")
+        is_of = manifest.generation, manifest.step, manifest.layout.world_size
+        if is_of != (shard.generation, shard.step, shard.world_size):
+            raise CheckpointDamaged(
+                f"{source.where}/{name} is step {manifest.step} of generation {manifest.generation}"
+            )
+        file = manifest.files[shard.rank]
+        sums = read_small(source, file.name + SUMS_SUFFIX, SUMS_LIMIT_BYTES)
+        return cls(source=source, name=shard, text=text, manifest=manifest, file=file, sums=sums)
 
 
-def copy_shard(
-    source: Readable,
-    store: SnapshotStore,
-    shard: ShardName,
-    *,
-    kept_as: int,
-    cancelled: Callable[[], bool],
+def copy_shards(
+    shards: Sequence[SealedShard], storage: DiskStorage, check: Callable[[], None]
 ) -> None:
-    """Copies a sealed shard of another job into plain files of this node's memory, and verifies
-    each block.
+    """Copies shards of another job into plain files of this node's memory, and verifies each block.
 
     Args:
-        source: The files of the snapshot.
-        store: This node's memory.
-        shard: The shard to copy.
-        kept_as: Generation whose snapshot it becomes here.
-        cancelled: Returns whether to give up.
+        shards: The shards.
+        storage: Where they go: the snapshot's place among those of generation 0.
+        check: Is called for each part; what it raises ends the copy.
 
     Raises:
-        FileNotFoundError: The shard is not there.
-        StorageError: It cannot be read, or there is no memory, or `cancelled` ended it.
+        FileNotFoundError: A shard is not there any more.
+        StorageError: One cannot be read, or there is no memory.
         CheckpointDamaged: A block is not what its owner has sealed.
     """
-    _, manifest, file, sums = _sealed(source, shard)
-    blocks, buffer = BlockReader(source, file), memoryview(bytearray(_PART_BYTES))
-
-    def parts() -> Iterator[memoryview]:
-        for start in range(0, file.bytes, _PART_BYTES):
-            if cancelled():
-                raise StorageError(f"{source.where}: given up")
-            part = buffer[: min(_PART_BYTES, file.bytes - start)]
-            blocks.read_into(start, part)
-            yield part
-
-    storage = store.open(kept_as, shard.step, store.root_with(file.bytes))
     storage.path.mkdir(parents=True, exist_ok=True)
-    storage.write(file.name, parts(), size=file.bytes)
-    storage.write(file.name + SUMS_SUFFIX, [sums])
-    name = snapshot_manifest_name(shard.rank, shard.world_size)
-    storage.write(name, [to_json(replace(manifest, generation=kept_as))])
+    for shard in shards:
+        file = shard.file
+        storage.write(file.name, _parts(shard, check), size=file.bytes)
+        storage.write(file.name + SUMS_SUFFIX, [shard.sums])
+        name = snapshot_manifest_name(shard.name.rank, shard.name.world_size)
+        storage.write(name, [to_json(replace(shard.manifest, generation=0))])
+
+
+def _parts(shard: SealedShard, check: Callable[[], None]) -> Iterator[memoryview]:
+    blocks, buffer = BlockReader(shard.source, shard.file), memoryview(bytearray(_SMALL_PART_BYTES))
+    for start in range(0, shard.file.bytes, len(buffer)):
+        check()
+        part = buffer[: min(len(buffer), shard.file.bytes - start)]
+        blocks.read_into(start, part)
+        yield part

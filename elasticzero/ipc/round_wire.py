@@ -130,7 +130,10 @@ class RoundWire:
             scaled_BK = padded_BK / scales_B[:, None]
         scaled_BK = np.nan_to_num(scaled_BK, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
         if self.format == "fp8":
-            codes_BK = np.searchsorted(_FP8_MIDDLES, np.abs(scaled_BK)).astype(np.uint8)
+            sizes_BK = np.abs(scaled_BK)
+            codes_BK = np.searchsorted(_FP8_MIDDLES, sizes_BK).astype(np.uint8)
+            is_middle = sizes_BK == _FP8_MIDDLES[np.minimum(codes_BK, len(_FP8_MIDDLES) - 1)]
+            codes_BK += is_middle & (codes_BK & 1 > 0)  # of two equally near ones the even one
             codes_BK |= (scaled_BK < 0).astype(np.uint8) << np.uint8(7)
         else:
             codes_BK = np.rint(scaled_BK).astype(np.int8).view(np.uint8)

@@ -75,7 +75,7 @@ class DiLoCo:
                 raise UserError(
                     f"diloco has {name}={getattr(self, name)}; {_EXPECTED[name]} is expected"
                 )
-        return self
+        return dataclasses.replace(self, wire=str(parse_wire(self.wire)))
 
 
 def _is_wire(text: str) -> bool:

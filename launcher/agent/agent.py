@@ -128,6 +128,7 @@ class Agent:
             tell=self._tell,
             wake=self.wake,
             metrics=self._metrics,
+            snapshots=self.snapshots,
         )
         self.extensions = Extensions(extensions, context)
         self._spans = open_spans(options.job, options.node, partial(log_for_node, options.node))

@@ -247,7 +247,9 @@ def run_agent(  # noqa: PLR0915 - everything is set up and taken down in one ord
         membership = Membership(run, me, ttl_s, store_socket, bind=bind)
         instruments = Instruments(metrics=metrics, pulse=pulse, progress=display)
         extensions = [*launching.extensions]
-        in_etcd = IslandInEtcd(job=shared, island=store, reservation=reservation)
+        in_etcd = IslandInEtcd(
+            job=shared, island=store, reservation=reservation, membership=membership
+        )
         if options.is_island:
             islands = coordination.islands
             extensions.append(partial(IslandExtension, in_etcd=in_etcd, me=me, islands=islands))

@@ -113,7 +113,7 @@ def read_job(store: Store, name: str) -> Job:
         if islands:
             raise UserError(
                 f"job {name!r} has islands, each of which is a job in itself: give one of them, "
-                f"such as --job {name}/{FOLDER}/{islands[0]}; elasticzero status shows all of them"
+                f"such as --job {name}/{FOLDER}/{islands[0]}"
             )
         raise UserError(f"etcd has no job {name!r}; check --job and --etcd")
     end = _document(Done, done, lines)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal
 
-ServedTo = Literal["everyone", "status readers", "token holders"]
+ServedTo = Literal["everyone", "status readers", "token holders", "other agents"]
 """Says who gets an answer: `status readers` need the job's token too, unless `--open-status` is
-given."""
+given; `other agents` prove the secret of this run of the job."""
 TEXT = "text/plain; charset=utf-8"
 HEALTH = "/healthz"
 """Path at which an agent says `ok`, or why not. It is served to everybody and under every name of
@@ -38,7 +38,8 @@ class Route:
 
     answer: Callable[[str], Answer]
     """Makes the response, in a thread of the server. Its argument is the query of the request:
-    what follows the `?` of its path."""
+    what follows the `?` of its path; empty where the head of the response is all that is asked
+    for."""
     served_to: ServedTo
 
 

@@ -289,7 +289,9 @@ class _Handler(BaseHTTPRequestHandler):
         may_read_status = route.served_to == "status readers" and self.server.agent.open_status
         if route.served_to != "everyone" and not may_read_status:
             self._check_token()
-        answer = route.answer(self.path.partition("?")[2])
+        if route.served_to == "other agents":
+            self._check_proof()
+        answer = route.answer(self.path.partition("?")[2] if body else "")
         self._send(answer.status, answer.content, answer.kind, headers=answer.headers, body=body)
 
     def end_headers(self) -> None:

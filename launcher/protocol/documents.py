@@ -408,8 +408,8 @@ def to_bytes(document: Any) -> bytes:
         return _json(encode(document))
     resume = document.resume
     value = encode(replace(document, members=(), resume=replace(resume, sources=())))
-    once = ("zone", "run", "release", "torch", "brought_step", "brought_shards")
-    value["members"] = encode_rows(Member, document.members, without=once)
+    once, before_it = ("zone", "run", "release", "torch"), ("brought_step", "brought_shards")
+    value["members"] = encode_rows(Member, document.members, without=(*once, *before_it))
     if resume.tier == "live":
         value["resume"]["tier"], value["inside"] = "ram", True
     if all(document.zones):

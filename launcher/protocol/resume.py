@@ -15,8 +15,8 @@ Pure. Rules (`choose_resume`):
    were equal, and a newer one was completed late by an older generation. If there is neither, the
    whole state counts that a rank of a majority (or a node, where state is divided within nodes) has
    handed over, else the state that this generation itself started from.
-6. Where no member of the last world is there, the state counts too that a node has brought along
-   from another island.
+6. Where no member of the last world is there, the state counts that a node has brought along from
+   another island: the node has seen that it is newer than what the island has saved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def choose_resume(
         storage_step: Step of the newest good checkpoint; None: there is none.
         newcomers: The next world's members, where none of them is of `world`.
     """
-    candidates = [Resume(tier="fresh"), *map(_brought_by, newcomers)]
+    brought = [_brought_by(member) for member in newcomers if member.brought_step]
+    if brought:
+        return max(brought, key=lambda resume: resume.step)
+    candidates = [Resume(tier="fresh")]
     if storage_step is not None:
         candidates.append(Resume(tier="storage", step=storage_step))
     if world is not None:
@@ -56,9 +59,7 @@ def choose_resume(
 
 
 def _brought_by(member: Member) -> Resume:
-    """Returns the state that a node has brought along; that of step 0 if it has brought none."""
-    if not member.brought_step:
-        return Resume(tier="fresh")
+    """Returns the state that a node has brought along."""
     ranks = range(member.brought_shards)
     return Resume(
         tier="ram",

@@ -17,6 +17,7 @@ from elasticzero.launcher.protocol.documents import (
     Alarm,
     Control,
     Done,
+    Holding,
     Member,
     Proposal,
     Report,
@@ -149,10 +150,8 @@ def _check(read: Any) -> None:
             _check_world(read)
         case Report():
             _check_port(read.store_port, "report.store_port")
-            for holding in read.holdings:
-                numbers = (holding.generation, holding.step, *holding.ranks)
-                if min(numbers) < 0 or not 0 < holding.world_size <= MAX_RANKS:
-                    raise RecordError("report.holdings: a snapshot was expected")
+            if not all(map(is_snapshot, read.holdings)):
+                raise RecordError("report.holdings: a snapshot was expected")
         case Proposal(generation=generation, members=members):
             if generation < 1 or not members:
                 raise RecordError("proposal: a generation with members was expected")
@@ -184,6 +183,12 @@ def _check_world(world: World) -> None:
             raise RecordError("world.time_spent: finite times were expected")
 
 
+def is_snapshot(holding: Holding) -> bool:
+    """Returns whether there can be a snapshot of these numbers."""
+    numbers = (holding.generation, holding.step, *holding.ranks)
+    return min(numbers) >= 0 and 0 < holding.world_size <= MAX_RANKS
+
+
 def _check_members(members: Sequence[Member], where: str) -> None:
     for name in ("http_port", "store_port"):
         ports = column(members, name)
@@ -192,6 +197,10 @@ def _check_members(members: Sequence[Member], where: str) -> None:
     for host in dict.fromkeys(column(members, "host")):
         if not _is_host(host):
             raise RecordError(f"{where}.host: an address was expected, not {host!r:.60}")
+    steps, shards = column(members, "brought_step"), column(members, "brought_shards")
+    brought = [*zip(steps, shards, strict=True)]
+    if not all(0 <= n <= MAX_RANKS and s >= 0 and bool(n) == bool(s) for s, n in brought):
+        raise RecordError(f"{where}.brought_shards: a number of shards was expected")
     workers = column(members, "nproc")
     if min(workers) < 1:
         raise RecordError(f"{where}.nproc: a number of workers was expected")

@@ -213,13 +213,12 @@ class Membership:
                 )
                 reported = True
             sleep(RETRY_S)
-        self.me = replace(self.me, brought_step=0, brought_shards=0)  # it may be gone later
 
     def brings(self, step: int, shards: int) -> None:
-        """Has the first registration say that the node has brought along a state.
+        """Has registrations say from now on that the node has brought along a state.
 
         Args:
-            step: Its step.
+            step: Its step; 0: they say nothing.
             shards: Number of its shards.
         """
         self.me = replace(self.me, brought_step=step, brought_shards=shards)

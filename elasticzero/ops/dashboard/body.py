@@ -241,14 +241,12 @@ def _rounds(document: Mapping[str, Any]) -> str:
     rounds = document.get("rounds")
     if rounds is None:
         return ""
-    parts = [f"round {whole(rounds['round'])}"]
+    parts = [f"round {whole(rounds['round'])}" + (", the last" if rounds["is_over"] else "")]
     if rounds["total"]:
         parts.append(f"{share_text(rounds['samples'] / rounds['total'])} of the samples")
     if rounds["given_back"]:
         parts.append(f"{many_text(rounds['given_back'], 'sample')} given back")
-    return _card(
-        "Rounds of all islands", escaped(" · ".join(parts)), island_table(rounds["islands"])
-    )
+    return _card("Rounds of all islands", escaped(" · ".join(parts)), island_table(rounds))
 
 
 def _state_counts(nodes: Sequence[Mapping[str, Any]]) -> str:

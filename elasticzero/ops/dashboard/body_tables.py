@@ -71,15 +71,15 @@ def generation_table(records: Sequence[Mapping[str, Any]], now_s: float) -> str:
     return table_of(row("th", heads, numbers, optional), rows, "generations")
 
 
-def island_table(islands: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what the islands of a job have."""
+def island_table(rounds: Mapping[str, Any]) -> str:
+    """Returns what the islands of a job have. rounds: what `/job` says of its rounds."""
     heads = ("Island", "Newest round", "Samples in it", "Waiting", "On hand", "Address")
     numbers, optional = (1, 2, 3, 4), (4, 5)
     rows = []
-    for island in islands:
+    for island in rounds["islands"]:
         late = island["staleness"] or 0
         samples = whole(island["samples"]) + (f", {many_text(late, 'round')} late" if late else "")
-        misses = late or island["samples"] is None
+        misses = rounds["round"] and (late or island["samples"] is None)
         cells = (
             escaped(island["island"]),
             whole(island["round"]),

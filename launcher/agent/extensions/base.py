@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
+from elasticzero.checkpoint.ram.store import SnapshotStore
 from elasticzero.ipc.messages import Message
 from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.http.access import AgentAccess
@@ -46,6 +47,8 @@ class AgentContext:
     """Wakes the agent's loop; callable from any thread."""
     metrics: Metrics = field(default_factory=Metrics)
     """The node's metrics."""
+    snapshots: SnapshotStore | None = None
+    """The node's snapshots; None: it has no memory for them."""
 
 
 class AgentExtension:
@@ -123,7 +126,9 @@ class Extensions:
 
     def status(self) -> dict[str, Any]:
         """Returns what `/status` has of all extensions."""
-        return {k: v for extension in self._extensions for k, v in extension.status().items()}
+        values: dict[str, Any] = {}
+        self._call(lambda extension: values.update(extension.status()))
+        return values
 
     def routes(self) -> dict[str, Route]:
         """Returns what all extensions serve, by path."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-from elasticzero.checkpoint.ram.store import SnapshotStore
 from elasticzero.checkpoint.storage.http import HttpStorage
 from elasticzero.errors import StoreUnavailable
 from elasticzero.ipc.messages import Message
@@ -25,7 +24,7 @@ from elasticzero.launcher.islands.files import RoundFiles
 from elasticzero.launcher.islands.follower import IslandFollower
 from elasticzero.launcher.islands.keeper import IslandKeeper, Outlets
 from elasticzero.launcher.islands.lead import IslandPlace
-from elasticzero.launcher.islands.newcomers.lending import LENT, SnapshotLender, wanted_in
+from elasticzero.launcher.islands.newcomers.lending import LENT, SnapshotLender, asked_in
 from elasticzero.launcher.islands.news_board import IslandNews, NewsBoard
 from elasticzero.launcher.islands.node import AtHand, NodeOutlets
 from elasticzero.launcher.islands.places import Reservation
@@ -34,6 +33,7 @@ from elasticzero.launcher.protocol.rounds.documents import Committed
 from elasticzero.launcher.protocol.rounds.summary import summary_of
 from elasticzero.launcher.protocol.view import View
 from elasticzero.launcher.store.api import Store
+from elasticzero.launcher.store.membership import Membership
 from elasticzero.launcher.workers.group import Ended
 from elasticzero.serialization import encode
 
@@ -50,6 +50,8 @@ class IslandInEtcd:
     """The part that the nodes of this island share."""
     reservation: Reservation | None
     """That of this node's place on the island; None: it needs none."""
+    membership: Membership
+    """Registers this node."""
 
 
 class IslandExtension(AgentExtension):
@@ -71,7 +73,8 @@ class IslandExtension(AgentExtension):
         self._name, self._me, self._context = str(options.island), me, context
         self._log_line = partial(log_for_node, options.node)
         self._files = RoundFiles(options.snapshot_dir / ROUNDS_FOLDER)
-        self._lender = SnapshotLender(SnapshotStore(options.snapshot_dir, options.overflow_dir))
+        assert context.snapshots is not None
+        self._lender = SnapshotLender(context.snapshots)
         self._access: AgentAccess | None = None
         self._has_failed = False
         ttl_s = options.policy.lease_ttl_s
@@ -96,7 +99,7 @@ class IslandExtension(AgentExtension):
         self._news: IslandNews | None = None
         """Holds what the head tells the island's other nodes; None: this node is not the head of
         others."""
-        self._reservation = in_etcd.reservation
+        self._reservation, self._membership = in_etcd.reservation, in_etcd.membership
         self._head: tuple[str, HttpStorage] | None = None
         """Files of the head that this node follows, and its address."""
 
@@ -106,6 +109,7 @@ class IslandExtension(AgentExtension):
 
     def started(self, world: World, ranks: tuple[int, ...]) -> None:
         """Notes that other workers begin."""
+        self._membership.brings(0, 0)  # what the world does not begin with is gone
         self._contained(lambda: self._begin(world, ranks[0]))
 
     def _begin(self, world: World, first_rank: int) -> None:
@@ -249,10 +253,10 @@ class IslandExtension(AgentExtension):
 
     def routes(self) -> Mapping[str, Route]:
         """Returns what other islands that come ask for."""
-        return {f"/{LENT}": Route(answer=self._lend, served_to="token holders")}
+        return {f"/{LENT}": Route(answer=self._lend, served_to="other agents")}
 
     def _lend(self, query: str) -> Answer:
-        return json_answer(self._lender.answer(wanted_in(query)))
+        return json_answer(self._lender.answer(asked_in(query)))
 
     def close(self, outcome: str | None) -> None:
         """Leaves the rounds."""

@@ -12,9 +12,10 @@ from elasticzero.launcher.agent.config import AgentOptions
 from elasticzero.launcher.agent.console import log_for_node
 from elasticzero.launcher.agent.extensions.island import IslandInEtcd
 from elasticzero.launcher.http.access import AgentAccess
-from elasticzero.launcher.http.agent_client import open_files, query_agent
+from elasticzero.launcher.http.agent_client import is_answering, open_files, query_agent
 from elasticzero.launcher.islands.newcomers.beginning import (
     Newcomer,
+    Places,
     begin_as_others,
     one_node_at_a_time,
 )
@@ -67,18 +68,27 @@ def begun_as_others(
         island=island,
         workers=options.nproc,
         job_saves=None if saves is None else saves.removesuffix(f"/{FOLDER}/{island}"),
+        saves=saves,
     )
     reach = Reach(
         ask=lambda member, path, timeout_s: query_agent(member, agent.access, path, timeout_s),
         open=lambda address, run, folder: open_files(address, run, folder, agent.access),
+        answers=lambda member: is_answering(member, agent.access),
         cancelled=lambda: agent.notice is not None,
     )
-    log_line, ttl_s = partial(log_for_node, options.node), int(options.policy.lease_ttl_s)
-    alone = partial(one_node_at_a_time, in_etcd.island, options.node, ttl_s)
-    begin = partial(begin_as_others, newcomer, in_etcd.job, in_etcd.island, reach)
+    places = Places(
+        job=lambda key: retry(lambda: in_etcd.job.read(key)).entries,
+        island=lambda key: retry(lambda: in_etcd.island.read(key)).entries,
+        reach=reach,
+        snapshots=agent.snapshots,
+    )
+    ttl_s = int(options.policy.lease_ttl_s)
+    alone = partial(
+        one_node_at_a_time, in_etcd.island, options.node, ttl_s, lambda: agent.notice is not None
+    )
     with ExitStack() as stack:
         retry(lambda: stack.enter_context(alone()))
-        brought = retry(lambda: begin(agent.snapshots, log_line))
+        brought = begin_as_others(newcomer, places, partial(log_for_node, options.node))
         if brought is not None:
             membership.brings(brought.step, brought.shards)
         yield

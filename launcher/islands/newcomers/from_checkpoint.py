@@ -72,10 +72,22 @@ def _newest_in(folder: str) -> Iterator[tuple[Manifest, Storage]]:
         raise CheckpointDamaged(f"{directory.where} has no step that is good")
 
 
+def newest_of(folder: str) -> Iterator[Manifest]:
+    """Yields the newest good checkpoint of a directory, if it has any; raises `ElasticZeroError`
+    where it has damaged ones alone, or cannot be read."""
+    yield from (manifest for manifest, _ in _newest_in(folder))
+
+
+def committed_in(manifest: Manifest) -> int:
+    """Returns the number of samples that were in committed rounds when a state was captured; 0 for
+    one of no island."""
+    island: Any = manifest.state.get("position", {}).get("island") or {}
+    return int(island.get("left", {}).get("committed", 0))
+
+
 def _order(candidate: tuple[Manifest, Storage]) -> tuple[bool, int, int, str]:
     """Returns by what checkpoints are compared: an island's before that of the job, then by samples
     in committed rounds, and by steps."""
     manifest, storage = candidate
-    island: Any = manifest.state.get("position", {}).get("island") or {}
-    committed = island.get("left", {}).get("committed", 0)
-    return bool(island), committed, manifest.step, storage.where
+    is_of_island = bool(manifest.state.get("position", {}).get("island"))
+    return is_of_island, committed_in(manifest), manifest.step, storage.where

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elasticzero.launcher.protocol.rounds.documents import IslandReport, Rounds
+from elasticzero.launcher.protocol.rounds.documents import Committed, IslandReport, Rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class RoundsSummary:
     """Says how the rounds of a job stand."""
 
     round: int
-    """Newest round."""
+    """Newest round, of the part of the model that is averaged last."""
     samples: int
     """Number of samples in rounds."""
     total: int
@@ -53,8 +53,9 @@ def summary_of(rounds: Rounds, reports: Mapping[str, IslandReport]) -> RoundsSum
         rounds: The rounds.
         reports: Reports of the islands that live.
     """
+    last = _last(rounds)
     return RoundsSummary(
-        round=max(fragment.outer.round for fragment in rounds.fragments),
+        round=0 if last is None else last.outer.round,
         samples=rounds.samples,
         total=rounds.order.total,
         given_back=sum(map(len, rounds.free)),
@@ -63,10 +64,17 @@ def summary_of(rounds: Rounds, reports: Mapping[str, IslandReport]) -> RoundsSum
     )
 
 
+def _last(rounds: Rounds) -> Committed | None:
+    """Returns the newest round of the fragment that is averaged last, with which samples count;
+    None: there is none."""
+    return next((past for f in rounds.fragments[-1:] for past in f.recent[-1:]), None)
+
+
 def _island(island: str, report: IslandReport, rounds: Rounds) -> IslandSummary:
-    last = rounds.fragments[-1].recent[-1]
-    part = next((c for c in last.contributors if c.island == island), None)
-    held = [part.outer.round for part in report.fragments if part.outer is not None]
+    last = _last(rounds)
+    contributors = () if last is None else last.contributors
+    part = next((c for c in contributors if c.island == island), None)
+    held = [part.outer.round for part in report.fragments[-1:] if part.outer is not None]
     contributions = [part.contribution for part in report.fragments]
     seat = rounds.seat(island, report.incarnation)
     return IslandSummary(

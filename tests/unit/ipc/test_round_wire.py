@@ -87,6 +87,7 @@ def test_bf16_rounds_as_torch_does() -> None:
 
 def test_fp8_rounds_as_torch_does() -> None:
     values_E = np.random.default_rng(0).normal(size=100 * BLOCK).astype(np.float32)
+    values_E[1::BLOCK] = np.arange(100) / 64  # in the middle between two, some of them
     values_E[::BLOCK] = 448  # so that a block's scale is 1
     came_E = through(wire("fp8", len(values_E)), values_E)
     expected = torch.from_numpy(values_E).to(torch.float8_e4m3fn).float().numpy()

@@ -299,5 +299,5 @@ def test_an_odd_report_has_no_phase(store: MemoryStore) -> None:
 def test_a_job_with_islands_is_none_itself() -> None:
     store = MemoryStore(MemoryServer(lambda: 0.0))
     store.write({"rounds/islands/node-0": b"{}"})
-    with pytest.raises(UserError, match=r"has islands, .* such as --job j/islands/node-0; "):
+    with pytest.raises(UserError, match=r"has islands, .* such as --job j/islands/node-0$"):
         read_job(store, JOB)

@@ -160,7 +160,7 @@ def test_a_state_that_a_node_has_brought_counts_where_nobody_of_the_last_world_i
     for before in (None, world(A, B, resume=ORIGIN)):
         assert choose_resume(before, {}, None, (B, brings)) == brought
         assert choose_resume(before, {}, 40, (brings,)) == brought
-        assert choose_resume(before, {}, 46, (brings,)) == Resume(tier="storage", step=46)
+        assert choose_resume(before, {}, 46, (brings,)) == brought, "steps of islands differ"
         assert choose_resume(before, {}, None, (B, C)) == FRESH
     began = world(C, resume=brought)
     again = {"c": holds((0, 45, 2, (0, 1)))}

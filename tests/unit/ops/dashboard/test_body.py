@@ -312,4 +312,6 @@ def test_an_island_s_page_has_the_rounds() -> None:
         ["node-1", "11", "800, 2 rounds late", "400", "2,400", "h:1"],
     ]
     assert page.rows["islands"][2][1:3] == ["–", "–"]
+    over = body(document() | {"rounds": {**rounds, "is_over": True}})
+    assert "round 12, the last · 48.0% of the samples" in over.texts["status"]
     assert "islands" not in body(document()).rows
