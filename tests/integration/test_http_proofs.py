@@ -63,6 +63,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., AgentServer]]:
     routes = {
         "/status": Route(answer=lambda query: Answer(content=STATUS), served_to="token holders"),
         "/slow": Route(answer=wait, served_to="everyone"),
+        "/told": Route(answer=tell, served_to="other agents"),
     }
     with ExitStack() as stack:
 
@@ -80,6 +81,33 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., AgentServer]]:
 
         yield start
         slow.set()
+
+
+TOLD: list[str] = []
+
+
+def tell(query: str) -> Answer:
+    TOLD.append(query)
+    return Answer(content=b'{"told": 1}')
+
+
+def test_what_is_for_other_agents_needs_a_proof_of_the_run(
+    serve: Callable[..., AgentServer],
+) -> None:
+    """The token alone, which a process of an earlier run has, does nothing."""
+    first, second = serve(1), serve(2)
+    shown = b"Host: x\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n"
+    TOLD.clear()
+    assert raw(second.port, b"GET /told?a=1 HTTP/1.1\r\n" + shown) == [401]
+    assert raw(second.port, b"GET /told?a=1 HTTP/1.1\r\nHost: x\r\n\r\n") == [401]
+    assert not TOLD
+    assert query_agent(member(second.port, 2), ACCESS, "/told?a=2") == {"told": 1}
+    assert query_agent(member(first.port), ACCESS, "/told?a=3") == {"told": 1}
+    assert query_agent(member(second.port, 1), ACCESS, "/told?a=4") is None
+    with socket.create_connection(("127.0.0.1", first.port), timeout=patience(30)) as s:
+        s.sendall(b"HEAD /told?a=5 HTTP/1.1\r\n" + shown)
+        assert s.recv(100).startswith(b"HTTP/1.1 200")
+    assert TOLD == ["a=2", "a=3", ""], "a request for the head asks for nothing"
 
 
 class Sniffer:
