@@ -9,7 +9,7 @@ first where more samples were in rounds by then than when the other island's sna
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from elasticzero.launcher.islands.newcomers.from_checkpoint import (
     committed_in,
     newest_of,
 )
-from elasticzero.launcher.islands.newcomers.from_memory import Brought, MemoryReader, Reach
+from elasticzero.launcher.islands.newcomers.from_memory import Brought, MemoryReader, Reach, Read
 from elasticzero.launcher.store.api import Entry, LeaseLost, Store, unchanged
 from elasticzero.launcher.store.decoding import counts_as_node, is_member, member_at
 from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD
@@ -29,9 +29,6 @@ from elasticzero.launcher.store.watch_cache import MEMBERS, WORLD
 LOCK, POLL_S = "adopting", 0.2
 """Key of the node that looks for a state, and seconds between two looks at it."""
 FREE = unchanged(LOCK, None)
-
-Read = Callable[[str], Mapping[str, Entry]]
-"""Reads the entries below a key; repeated while the store does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

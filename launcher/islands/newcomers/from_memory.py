@@ -39,7 +39,7 @@ SPARE = 2
 """Multiple of the copy's bytes that stay free beside it, for the island's own snapshots."""
 
 Read = Callable[[str], Mapping[str, Entry]]
-"""Reads the entries below a key."""
+"""Reads the entries below a key, again while the store does not answer."""
 IsBehind = Callable[[Manifest], bool]
 """Returns whether a state is older than what the island has itself."""
 
