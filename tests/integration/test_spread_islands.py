@@ -151,7 +151,6 @@ def test_an_island_goes_on_when_it_loses_a_node(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["ddp", "zero1"])
 def test_an_island_that_was_lost_has_the_inner_optimizer_of_another(
     inner: str, tmp_path: Path, etcd: EtcdServer
@@ -178,6 +177,7 @@ def test_an_island_that_was_lost_has_the_inner_optimizer_of_another(
         assert rounds_of(told, etcd).samples == 6000
 
 
+@pytest.mark.slow
 def test_islands_that_start_again_go_on_from_a_committed_round(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:

@@ -11,7 +11,9 @@ documents alone, so that another lead goes on from the same point. Rules:
  RD2  A round of a fragment is open until it is closed: when all islands that train have
       contributed, or when the quorum of them has and the first of these has made `grace` steps
       since. Once the quorum has, the others are called: they contribute what they have. Islands
-      that have contributed to no round yet count for the quorum only where none has.
+      that have contributed to no round yet count for the quorum only where none has. The first
+      round stays open until each island that lives has been given samples, as long as there are
+      some: so all that the rounds begin with take part in it.
  RD3  Closing names the contributions, in the order of seats, and the owner: fragment f belongs to
       seat f of those that hold the newest state, and with each further attempt to the next one.
  RD4  The owner computes the mean, and others fetch it. The round is committed once two islands
@@ -394,7 +396,7 @@ def _closed(rounds: Rounds, view: LeadView, settings: RoundSettings, number: int
     """Returns the rounds with a fragment's round closed, or called for, where it is time (RD2,
     RD3)."""
     fragment = rounds.fragments[number]
-    if fragment.closing is not None:
+    if fragment.closing is not None or _some_are_to_begin(rounds, view):
         return rounds
     waiting = _open_contributions(rounds, view, number)
     if all(seat.island in fragment.left_out for seat, _ in waiting):
@@ -439,6 +441,27 @@ def _closed(rounds: Rounds, view: LeadView, settings: RoundSettings, number: int
     return _with_fragment(rounds, number, replace(fragment, closing=closing, attempts=attempt))
 
 
+def _some_are_to_begin(rounds: Rounds, view: LeadView) -> bool:
+    """Returns whether before the first round an island that lives has no samples yet, and there are
+    some for it (RD2, RD8)."""
+    has_begun = any(past.attempt for fragment in rounds.fragments for past in fragment.recent)
+    is_left = rounds.next < rounds.order.total or any(map(len, rounds.free))
+    return (
+        not has_begun
+        and is_left
+        and any(
+            not seat.granted and not _is_lost(*seat.place, view) and _asks(seat.island, view)
+            for seat in rounds.seats
+        )
+    )
+
+
+def _asks(island: str, view: LeadView) -> bool:
+    """Returns whether an island wants samples, as far as is known."""
+    report = view.reports.get(island)
+    return report is None or report.ahead > 0
+
+
 def _trains(seat: Seat, view: LeadView) -> bool:
     """Returns whether an island has samples, and will train on them."""
     report = _report(seat, view)
@@ -456,7 +479,7 @@ def _owner(rounds: Rounds, view: LeadView, number: int) -> str | None:
 def _given(rounds: Rounds, view: LeadView, settings: RoundSettings) -> Rounds:
     """Returns the rounds with the claims that islands ask for (RD8)."""
     seated = [seat for seat in rounds.seats if not _is_lost(*seat.place, view)]
-    first = not rounds.samples and any(not seat.granted for seat in seated)
+    first = _some_are_to_begin(rounds, view)
     for place, seat in enumerate(seated):
         report = _report(seat, view)
         if report is None or not _holds(rounds, report):

@@ -117,6 +117,31 @@ def test_a_round_is_closed_when_all_have_contributed() -> None:
     ]
 
 
+@pytest.mark.parametrize("samples", [0, 30])
+def test_all_that_the_rounds_begin_with_are_in_the_first_round(samples: int) -> None:
+    """Also where one is faster than another has its first samples, and where rounds go on from a
+    checkpoint."""
+    origin = Origin(next=samples, samples=samples)
+
+    def at(island: str, seat: int = 0, **part: Any) -> IslandReport:
+        return replace(report(island, seat, **part), origin=origin)
+
+    rounds = following(None, at("a"), at("b"))
+    rounds = following(rounds, at("a", 1), at("b"))
+    upto = samples + 10
+    ready = at("a", 1, claim=1, contribution=contribution(upto=upto, waits=True))
+    rounds = following(rounds, ready, at("b"))
+    assert [seat.granted for seat in rounds.seats] == [1, 0]
+    assert rounds.fragments[0].closing is None and not rounds.fragments[0].called
+    leaving = replace(at("b"), ahead=0)
+    assert following(rounds, ready, leaving).fragments[0].closing is not None
+    rounds = following(rounds, ready, at("b", 2))
+    assert [seat.granted for seat in rounds.seats] == [1, 1]
+    other = at("b", 2, claim=1, contribution=contribution(upto=upto + 10))
+    closing = following(rounds, ready, other).fragments[0].closing
+    assert closing is not None and [c.island for c in closing.contributors] == ["a", "b"]
+
+
 def test_a_quorum_calls_the_others_and_closes_after_the_grace() -> None:
     settings = RoundSettings(every=2, quorum=0.5)
     before = begun("a", "b", settings=settings)
