@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -31,6 +32,20 @@ from elasticzero.state.model import LoadTarget
 
 _OPEN_SHARDS = 16
 """Maximum number of shards that are open at once."""
+T = TypeVar("T")
+
+
+class Attempts(Protocol):
+    """Calls a function that opens something, again where it raises an error that may pass."""
+
+    def __call__(self, open_it: Callable[[], T], /) -> T:
+        """Returns what the function does."""
+        ...
+
+
+def attempt_once(open_it: Callable[[], T]) -> T:
+    """Returns what the function does, or raises its error."""
+    return open_it()
 
 
 class Checkpoint:
@@ -181,7 +196,10 @@ def open_step(storage: Readable, manifest: Manifest | None = None) -> Checkpoint
 
 
 def open_snapshot(
-    places: Mapping[int, Sequence[Readable]], generation: int, step: int
+    places: Mapping[int, Sequence[Readable]],
+    generation: int,
+    step: int,
+    attempt: Attempts = attempt_once,
 ) -> Checkpoint:
     """Opens the snapshot of a step whose shards several nodes hold.
 
@@ -190,6 +208,8 @@ def open_snapshot(
             shard, best first.
         generation: The generation that took the snapshot.
         step: The step of the snapshot.
+        attempt: Opens a rank's shard, and the first manifest. A node that still writes its shard
+            has no manifest of it.
 
     Raises:
         StorageError: No source of a rank can be reached.
@@ -201,7 +221,7 @@ def open_snapshot(
             f"the snapshot of step {step} has no source for some of its ranks: "
             f"only ranks {sorted(places)} are held"
         )
-    manifest = _first_manifest(places[0], world)
+    manifest = attempt(lambda: _first_manifest(places[0], world))
     if (manifest.generation, manifest.step) != (generation, step):
         raise CheckpointDamaged(
             f"{places[0][0].where} is step {manifest.step} of generation {manifest.generation}, "
@@ -210,7 +230,10 @@ def open_snapshot(
     return Checkpoint(
         manifest,
         {
-            rank: [_snapshot_shard_opener(storage, manifest, rank) for storage in storages]
+            rank: [
+                partial(attempt, _snapshot_shard_opener(storage, manifest, rank))
+                for storage in storages
+            ]
             for rank, storages in places.items()
         },
     )

@@ -13,7 +13,13 @@ import torch
 from elasticzero.checkpoint.format.dtypes import tensor_spec as stored_spec_of
 from elasticzero.checkpoint.format.dtypes import torch_dtype
 from elasticzero.checkpoint.format.names import step_directory
-from elasticzero.checkpoint.io.reader import Checkpoint, open_snapshot, open_step
+from elasticzero.checkpoint.io.reader import (
+    Attempts,
+    Checkpoint,
+    attempt_once,
+    open_snapshot,
+    open_step,
+)
 from elasticzero.checkpoint.ram.store import ShardName, SnapshotStore
 from elasticzero.checkpoint.storage.base import Readable
 from elasticzero.checkpoint.storage.disk import DiskStorage
@@ -44,8 +50,13 @@ OTHER_MODEL = ": give the model that wrote it, or start in another checkpoint di
 log = logging.getLogger(__name__)
 
 
-def open_source(assignment: Assignment) -> Checkpoint:
-    """Opens the checkpoint or snapshot that the assignment names."""
+def open_source(assignment: Assignment, attempt: Attempts = attempt_once) -> Checkpoint:
+    """Opens the checkpoint or snapshot that the assignment names.
+
+    Args:
+        assignment: The assignment.
+        attempt: Opens the shards of a snapshot.
+    """
     resume = assignment.resume
     if resume.tier == "storage":
         assert assignment.checkpoint_dir is not None
@@ -56,7 +67,7 @@ def open_source(assignment: Assignment) -> Checkpoint:
     agents: dict[str, HttpStorage] = {}
     for source in own_first:
         places.setdefault(source.rank, []).append(_place(source, assignment, agents))
-    return open_snapshot(places, resume.generation, resume.step)
+    return open_snapshot(places, resume.generation, resume.step, attempt)
 
 
 def _place(source: Source, assignment: Assignment, agents: dict[str, HttpStorage]) -> Readable:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elasticzero.checkpoint.ram.store import Seal, ShardName, SnapshotStore
 from elasticzero.ipc.failure import Failed
 from elasticzero.ipc.messages import FLAG_STOP, Captured, Request, Stopping
 from tests.integration.test_changes_inside import (
@@ -219,6 +221,21 @@ def test_a_model_without_values_comes_in(pool: Pool, tmp_path: Path, strategy: s
     grow(pool, Case(told, 2, (), strategy), tmp_path / "grown", [1], None)
     alone, _ = run(pool, Case(told, 1, (), strategy), tmp_path / "alone")
     check_equal(told, result(tmp_path / "grown"), alone)
+
+
+def test_a_newcomer_waits_for_each_node_to_hold_its_shard(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = SnapshotStore.seal
+
+    def seal_late(store: SnapshotStore, shard: ShardName) -> Seal | None:
+        if shard.rank == 1:
+            time.sleep(0.3)
+        return seal(store, shard)
+
+    monkeypatch.setattr(SnapshotStore, "seal", seal_late)
+    grow(pool, Case(TOLD, 2, (), "zero3"), tmp_path / "grown", [1], None)
+    check_as_alone(pool, TOLD, tmp_path / "grown", tmp_path / "alone")
 
 
 def test_a_stop_that_comes_with_newcomers_ends_the_generation(pool: Pool, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from elasticzero.checkpoint.io.reader import Checkpoint
 from elasticzero.comm.process_group import ProcessGroups
@@ -29,6 +30,7 @@ from elasticzero.ipc.messages import AwaitsBoundary, Switched
 from elasticzero.snapshots.restore import open_source
 
 POLL_S = 0.002
+T = TypeVar("T")
 
 
 class Newcomer:
@@ -101,21 +103,27 @@ class Newcomer:
             raise EntryRefused(f"{what} is not known before session.restore, inside of a loop")
 
     def open_source(self) -> Checkpoint:
-        """Returns the state of the boundary, once the nodes that have captured it hold it.
+        """Returns the state of the boundary, once rank 0's node holds its shard. The first read of
+        another shard waits for the node that has captured that one.
 
         Raises:
-            ElasticZeroError: They do not within the time for connecting.
+            ElasticZeroError: It does not hold it within the time for connecting. A read of the
+                state raises the same.
         """
         assignment = self._link.assignment
         deadline_s = time.monotonic() + assignment.connect_timeout_s
-        while True:
-            try:
-                return open_source(assignment)
-            except ElasticZeroError:
-                if time.monotonic() >= deadline_s:
-                    raise
-            self._link.check()
-            time.sleep(POLL_S)
+
+        def until_held(open_it: Callable[[], T]) -> T:
+            while True:
+                try:
+                    return open_it()
+                except ElasticZeroError:
+                    if time.monotonic() >= deadline_s:
+                        raise
+                self._link.check()
+                time.sleep(POLL_S)
+
+        return open_source(assignment, until_held)
 
     def check_loop(self, loop: Mapping[str, str]) -> None:
         """Raises unless this rank has come to the loop that the others are in, or takes part.

@@ -41,7 +41,7 @@ def test_the_shards_of_a_node_are_read_over_the_same_connections(
     """Each shard had connections of its own, of which each has a handshake in a job with TLS."""
     opened = list[Mapping[int, Sequence[Readable]]]()
 
-    def opening(places: Mapping[int, Sequence[Readable]], *_: int) -> object:
+    def opening(places: Mapping[int, Sequence[Readable]], *_: object) -> object:
         opened.append(places)
         return object()
 

@@ -6,9 +6,10 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import safetensors.torch
@@ -225,6 +226,7 @@ def scattered(tmp_path: Path) -> tuple[Manifest, dict[str, torch.Tensor], list[D
     return draft, whole, nodes
 
 
+T = TypeVar("T")
 Scattered = tuple[Manifest, dict[str, torch.Tensor], list[DiskStorage]]
 
 
@@ -262,6 +264,27 @@ def test_the_next_source_takes_over(scattered: Scattered, tmp_path: Path, harm: 
     assert all(same(read[name], whole[name]) for name in whole)
     with pytest.raises((CheckpointDamaged, StorageError)):
         load_all(open_snapshot({r: [nodes[r]] for r in range(3)}, 4, 7))
+
+
+def test_a_shard_that_is_still_written_is_waited_for(scattered: Scattered) -> None:
+    _, whole, nodes = scattered
+    manifests = dict[int, bytes]()
+    for rank, node in enumerate(nodes):
+        path = node.path / snapshot_manifest_name(rank, 3)
+        manifests[rank] = path.read_bytes()
+        path.unlink()
+
+    def until_held(open_it: Callable[[], T]) -> T:
+        while True:
+            try:
+                return open_it()
+            except CheckpointDamaged:
+                rank = min(manifests)
+                path = nodes[rank].path / snapshot_manifest_name(rank, 3)
+                path.write_bytes(manifests.pop(rank))
+
+    read = load_all(open_snapshot({r: [nodes[r]] for r in range(3)}, 4, 7, until_held))
+    assert all(same(read[name], whole[name]) for name in whole)
 
 
 def test_a_snapshot_of_another_generation_or_step_is_refused(
