@@ -29,10 +29,10 @@ that is done again in part, each step has the same share.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from elasticzero.serialization import decode
+from elasticzero.serialization import OMIT_DEFAULT, decode
 
 TimeClass = Literal[
     "productive",
@@ -67,6 +67,15 @@ class TimeSpent:
     steps: tuple[tuple[int, float], ...] = ()
     """Groups of steps, oldest first: the last step of each, and the productive seconds of its
     steps, which begin after the group before. The first group is empty."""
+    returns: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Number of times that training went back to an earlier step."""
+
+    @property
+    def running_since(self) -> float:
+        """Returns the Unix time at which the job would have begun, had it never waited for
+        nodes."""
+        waited_s = sum(self.seconds.get(kind, 0.0) for kind in ("idle", "parked"))
+        return self.until - sum(self.seconds.values()) + waited_s
 
     def redone_from(self, step: int) -> TimeSpent:
         """Returns this with the time of the steps after `step` as `wasted`."""
@@ -75,7 +84,8 @@ class TimeSpent:
         if wasted_s:
             seconds["productive"] = seconds.get("productive", 0.0) - wasted_s
             seconds["wasted"] = seconds.get("wasted", 0.0) + wasted_s
-        return TimeSpent(until=self.until, seconds=seconds, steps=kept)
+        returns = self.returns + (wasted_s > 0)
+        return TimeSpent(until=self.until, seconds=seconds, steps=kept, returns=returns)
 
     def unseen(self, until: float, step: int) -> TimeSpent:
         """Returns this with the time up to `until`, of which no living agent saw anything: G7.
@@ -92,7 +102,7 @@ class TimeSpent:
         seconds["productive"] = seconds.get("productive", 0.0) + productive_s
         seconds["idle"] = seconds.get("idle", 0.0) + gap_s - productive_s
         steps = (*self.steps, (step, productive_s)) if step > last else self.steps
-        return TimeSpent(until=max(until, self.until), seconds=seconds, steps=steps)
+        return replace(self, until=max(until, self.until), seconds=seconds, steps=steps)
 
 
 def goodput(seconds: Mapping[str, float]) -> float | None:
@@ -142,6 +152,7 @@ class TimeAccount:
         """
         self._settled = dict(before.seconds) if before is not None else {}
         self._steps = list(before.steps) if before is not None else []
+        self._returns = before.returns if before is not None else 0
         self._open: list[tuple[float, TimeClass]] = [(now_s, "regroup")]
         """Classes of the time that may still become another one, each with its beginning."""
         self._stalls: dict[Stall, float] = {}
@@ -258,7 +269,8 @@ class TimeAccount:
         seconds = {kind: round(s, 6) for kind, s in self.seconds(now_s).items() if s > 0}
         groups = _joined(self._steps, GROUPS) if self._steps else []
         steps = tuple((step, round(s, 6)) for step, s in groups)
-        return TimeSpent(until=until, seconds=seconds, steps=steps).redone_from(resume_step)
+        spent = TimeSpent(until=until, seconds=seconds, steps=steps, returns=self._returns)
+        return spent.redone_from(resume_step)
 
     def _pending(self, now_s: float) -> dict[str, float]:
         """Returns the seconds of the classes that are not settled."""

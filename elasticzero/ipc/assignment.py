@@ -114,6 +114,10 @@ class Assignment(TrainingSettings):
     """On rank 0, an inherited socket bound to `master_port`, not yet listening."""
     strategy: str
     resume: Resume
+    returns: int = 0
+    """Number of times that the job went back to an earlier step."""
+    running_since: float = 0.0
+    """Unix time at which the job would have begun, had it never waited for nodes."""
     snapshot_root: str
     """Directory in shared memory, owned by the agent, that holds this node's snapshots."""
     overflow_root: str = ""

@@ -4,6 +4,10 @@ The cost of a snapshot has two parts: the time that training waits while the sta
 the extra time of steps while that copy is made and gets its checksums and goes to another node, on
 the cores that training uses. All ranks wait for the slowest, so one rank's steps are those of all.
 An interval is long enough that all of it is over well before the next snapshot.
+
+Where work is lost often, what snapshots cost and what is done again for the lack of them are least
+together if they follow each other after the square root of twice their cost times the mean time
+between two losses (Young, "A first order approximation to the optimum checkpoint interval", 1974).
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import statistics
 from collections import deque
 
 OVERHEAD = 0.005
-"""Share of the training time that snapshots may take; an interval may be off by a factor of two."""
+"""Share of the training time that snapshots may take unless work is lost often; an interval may be
+off by a factor of two."""
 IN_FLIGHT = 0.8
 """Share of an interval in which a snapshot is in flight at most, so that the next one need not wait
 for it, and steps without one are left to be compared with."""
@@ -27,16 +32,21 @@ _RECENT_COSTS = 7
 _RECENT_STEPS = 20
 
 
-def interval(cost_s: float, step_s: float, in_flight_s: float = 0.0) -> int:
-    """Returns the fewest steps between snapshots whose cost stays under `OVERHEAD` of the time, and
-    that are held before `IN_FLIGHT` of the next interval has gone by.
+def interval(
+    cost_s: float, step_s: float, in_flight_s: float = 0.0, lost_every_s: float = math.inf
+) -> int:
+    """Returns the fewest steps between snapshots whose cost stays under `OVERHEAD` of the time, or
+    fewer where less is lost so, and that are held before `IN_FLIGHT` of the next interval has gone
+    by.
 
     Args:
         cost_s: The cost of a snapshot in seconds.
         step_s: A step's time in seconds.
         in_flight_s: Time in seconds after which a snapshot is held.
+        lost_every_s: Mean time in seconds between two losses of work.
     """
-    apart_s = max(cost_s / OVERHEAD, in_flight_s / IN_FLIGHT)
+    apart_s = min(cost_s / OVERHEAD, math.sqrt(2 * cost_s * lost_every_s))
+    apart_s = max(apart_s, in_flight_s / IN_FLIGHT)
     return max(1, min(MOST_STEPS, math.ceil(apart_s / max(step_s, 1e-6))))
 
 
@@ -103,13 +113,18 @@ class IntervalTuner:
             self._in_flight_s.append(in_flight_s)
         self._stall_s = None
 
-    def proposed_interval(self) -> int:
+    def proposed_interval(self, lost_every_s: float = math.inf) -> int:
         """Returns a new interval if the measured one is over twice as long, or less than half; else
-        0."""
+        0.
+
+        Args:
+            lost_every_s: Mean time in seconds between two losses of work.
+        """
         if not self._costs_s or not self._steps_s:
             return 0
         in_flight_s = statistics.median(self._in_flight_s or [0.0])
-        every, before = interval(self.cost_s, self.step_s, in_flight_s), self._proposed
+        every = interval(self.cost_s, self.step_s, in_flight_s, lost_every_s)
+        before = self._proposed
         if len(self._costs_s) < SURE_COSTS:
             every = min(every, FIRST_STEPS)
         if before and before / 2 <= every <= before * 2:

@@ -8,6 +8,7 @@ control words that are equal on all ranks, and `capture_writer` writes.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -205,7 +206,8 @@ class StateStager:
         self._beside.check()
         a = self._assignment
         chooses = self._state.takes_snapshots and a.rank == 0 and a.snapshot_every is None
-        every = self._tuner.proposed_interval() if chooses else 0
+        lost_every_s = (time.time() - a.running_since) / a.returns if a.returns else math.inf
+        every = self._tuner.proposed_interval(max(1.0, lost_every_s)) if chooses else 0
         return self._state.control_word(
             self._node(), flags=flags, ready=self._writer.ready, every=every, asks=asks
         )

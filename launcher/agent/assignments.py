@@ -34,7 +34,7 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
         index: Index of the node in its order of members.
         token: The job's token, from which the secret of the run is derived that workers get.
     """
-    member, shard = world.members[index], world.shard
+    member, shard, spent = world.members[index], world.shard, world.time_spent
     assert shard != "other", "agents follow no such world"
     first = world.first_rank(index)
     connect_s, start_s = timeouts_s(world.fruitless)
@@ -66,6 +66,8 @@ def assignments(options: AgentOptions, world: World, index: int, token: Secret) 
             shard=shard,
             resume=world.resume,
             trained=index < world.trained,
+            returns=spent.returns if spent is not None else 0,
+            running_since=spent.running_since if spent is not None else 0.0,
             snapshot_root=str(options.snapshot_dir),
             overflow_root=str(options.overflow_dir) if options.overflow_dir is not None else "",
             micro_batch=world.micro_batch,

@@ -86,6 +86,7 @@ def world_after(
         release=world.release,
         torch=world.torch,
         ancestors=_ancestors(world, step),
+        time_spent=world.time_spent,
     )
 
 

@@ -190,6 +190,18 @@ def test_groups_of_steps_keep_all_their_time() -> None:
         assert wasted_s == pytest.approx((1000 - step) * 0.9, abs=1e-3)
 
 
+def test_it_is_counted_how_often_training_went_back() -> None:
+    spent = TimeSpent(
+        until=1000.0, seconds={"productive": 100.0, "idle": 40.0}, steps=((0, 0.0), (100, 100.0))
+    )
+    assert spent.returns == spent.redone_from(100).returns == 0
+    assert spent.running_since == 900.0
+    back = spent.redone_from(99)
+    assert back.returns == 1 and back.unseen(2000.0, 100).returns == 1
+    assert TimeAccount(0.0, back).spent(5.0, 1005.0, 99).returns == 1
+    assert TimeAccount(0.0, back).spent(5.0, 1005.0, 50).returns == 2
+
+
 def test_an_event_log_gives_the_same_account() -> None:
     def event(time: float, name: str, **fields: Any) -> dict[str, Any]:
         return {"time": time, "event": name, **fields}

@@ -32,6 +32,21 @@ def test_snapshots_stay_under_their_share_of_the_time(
         assert cost_s <= OVERHEAD * every * step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("lost_every_s", [1.0, 10.0, 60.0, 3600.0])
+@pytest.mark.parametrize("cost_s", [0.002, 0.02, 0.2])
+def test_where_work_is_lost_often_the_least_is_lost_in_all(
+    cost_s: float, lost_every_s: float
+) -> None:
+    def lost(every: int) -> float:
+        """The share of the time that snapshots take, and that half an interval is done again."""
+        return cost_s / (every * 0.1) + every * 0.1 / 2 / lost_every_s
+
+    every = interval(cost_s, 0.1, 0.0, lost_every_s)
+    assert every == interval(cost_s, 0.1) or lost(every) <= 1.1 * min(map(lost, range(1, 1000)))
+    assert every <= interval(cost_s, 0.1)
+    assert interval(cost_s, 0.1, 7.9, lost_every_s) >= 79 / 0.8
+
+
 def seen(
     cost: IntervalTuner,
     *,
