@@ -152,16 +152,16 @@ class ClaimedBatches:
         self._from: DataPosition | None = None
         """Position before the batch that training is at."""
 
-    def begin_at(self, position: DataPosition, *, anew: bool) -> None:
-        """Notes where the next batch begins.
+    def prepare(self, position: DataPosition) -> None:
+        """Does nothing: what the island is given names its batches."""
 
-        Args:
-            position: The position.
-            anew: Whether the samples that were read ahead are not the island's any more.
-        """
+    def begin_at(self, position: DataPosition) -> None:
+        """Notes where the next batch begins."""
         self._from = position
-        if anew:
-            self._batches = None
+
+    def drop(self) -> None:
+        """Drops what was read ahead."""
+        self._batches = None
 
     def __next__(self) -> Any:
         assert self._from is not None

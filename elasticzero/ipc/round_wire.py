@@ -5,21 +5,26 @@ that are encoded, then those that are sent as they are, of vectors, small parame
 Blocks of 256 elements share a scale of 4 bytes: `fp8`, `int8` and `int4` have so many bits for each
 element of a block, `bf16` needs no scale. `topk` has the places and values of the largest elements
 of a piece; a mean of several contributions then has as many as all of them.
-Shapes: E elements of a fragment, P of a piece, B blocks of a piece, K elements that `topk` sends.
+
+With `powersgd` a piece is a matrix, of which two narrow factors are sent (`low_rank`). The mean of
+several contributions has the columns of all of them.
+Shapes: E elements of a fragment, P of a piece, B blocks of a piece, K elements that `topk` sends;
+a matrix of N rows and M columns has factors of R columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from elasticzero.ipc.low_rank import Singles, factors_of, product_of
 from elasticzero.ipc.rounds import FragmentShape
-from elasticzero.options.wire import PLACE_BYTES, SCALE_BYTES, Wire, parse_wire
+from elasticzero.options.wire import PLACE_BYTES, SCALE_BYTES, VALUE_BYTES, Wire, parse_wire
 
 Elements = npt.NDArray[np.floating[Any]]
 Bytes = npt.NDArray[np.uint8]
@@ -48,6 +53,8 @@ class Piece:
     elements: slice
     bytes: slice
     is_encoded: bool
+    matrix: tuple[int, int] = (0, 0)
+    """Rows and columns of what `powersgd` encodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,7 @@ class RoundWire:
     """Encodes the elements of one fragment."""
 
     format: str
-    """One of `WIRES`, or `topk:SHARE`; fp32: all elements are sent as they are."""
+    """One of `WIRES`, `topk:SHARE` or `powersgd:RANK`; fp32: all elements are sent as they are."""
     shape: FragmentShape
     contributions: int = 1
     """Number of contributions whose mean is sent."""
@@ -77,23 +84,41 @@ class RoundWire:
         """Yields the pieces of the fragment, in the order of its elements and of the file."""
         wire, at = parse_wire(self.format), 0
         encoded = self.shape.elements - self.shape.exact if self.is_lossy else 0
-        for first, last, may_be in ((0, encoded, True), (encoded, self.shape.elements, False)):
-            for start in range(first, last, PIECE):
-                stop = min(start + PIECE, last)
-                as_it_is = (stop - start) * self._item
-                size = self._encoded_bytes(wire, stop - start) if may_be else as_it_is
-                yield Piece(
-                    elements=slice(start, stop),
-                    bytes=slice(at, at + min(size, as_it_is)),
-                    is_encoded=may_be and size < as_it_is,
-                )
-                at += min(size, as_it_is)
+        for place, matrix in self._places(wire, encoded):
+            count = place.stop - place.start
+            as_it_is = count * self._item
+            may_be = place.start < encoded
+            size = self._encoded_bytes(wire, count, matrix) if may_be else as_it_is
+            yield Piece(
+                elements=place,
+                bytes=slice(at, at + min(size, as_it_is)),
+                is_encoded=may_be and size < as_it_is,
+                matrix=matrix,
+            )
+            at += min(size, as_it_is)
+
+    def _places(self, wire: Wire, encoded: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+        """Yields where each piece lies, and the matrix that it is.
+
+        Args:
+            wire: The format.
+            encoded: Number of the first elements, which may be encoded.
+        """
+        first = 0
+        for matrix in self.shape.matrices if wire.format == "powersgd" else ():
+            yield slice(first, first + prod(matrix)), matrix
+            first += prod(matrix)
+        for start, last in ((first, encoded), (encoded, self.shape.elements)):
+            for at in range(start, last, PIECE):
+                yield slice(at, min(at + PIECE, last)), (0, 0)
 
     @property
     def _item(self) -> int:
         return np.dtype(self.shape.dtype).itemsize
 
-    def _encoded_bytes(self, wire: Wire, count: int) -> int:
+    def _encoded_bytes(self, wire: Wire, count: int, matrix: tuple[int, int]) -> int:
+        if wire.format == "powersgd":
+            return sum(matrix) * wire.rank * self.contributions * VALUE_BYTES
         if wire.format == "topk":
             return self._largest(wire, count) * (PLACE_BYTES + self._item)
         if wire.format == "bf16":
@@ -115,6 +140,11 @@ class RoundWire:
         if not piece.is_encoded:
             return np.ascontiguousarray(values_P).view(np.uint8)
         wire = parse_wire(self.format)
+        if wire.format == "powersgd":
+            values_NM = values_P.reshape(piece.matrix).astype(np.float32, copy=False)
+            return np.concatenate([f.reshape(-1) for f in factors_of(values_NM, wire.rank)]).view(
+                np.uint8
+            )
         if wire.format == "topk":
             places_K = _largest_of(values_P, self._largest(wire, len(values_P)))
             parts = [places_K.view(np.uint8), values_P[places_K].view(np.uint8)]
@@ -153,7 +183,10 @@ class RoundWire:
         if not piece.is_encoded:
             return data.view(dtype)
         count = piece.elements.stop - piece.elements.start
-        if (wire := parse_wire(self.format)).format == "topk":
+        wire = parse_wire(self.format)
+        if wire.format == "powersgd":
+            return product_of(*self._factors_in(data, piece)).reshape(-1).astype(dtype, copy=False)
+        if wire.format == "topk":
             number = self._largest(wire, count)
             values_P = np.zeros(count, dtype)
             places_K = data[: number * PLACE_BYTES].view(np.uint32)
@@ -173,6 +206,29 @@ class RoundWire:
         with np.errstate(invalid="ignore"):
             values_BK *= scales_B[:, None]
         return values_BK.reshape(-1)[:count].astype(dtype)
+
+    def joins(self, into: Piece) -> bool:
+        """Returns whether the mean of contributions is made of their bytes."""
+        return into.is_encoded and parse_wire(self.format).format == "powersgd"
+
+    def joined(self, parts: Sequence[tuple[int, Bytes]], piece: Piece) -> Bytes:
+        """Returns the bytes of the mean of contributions, weighted by samples.
+
+        Args:
+            parts: The number of samples of each, and its bytes of the piece.
+            piece: The piece.
+        """
+        samples = sum(count for count, _ in parts)
+        factors = [(count, *self._factors_in(data, piece)) for count, data in parts]
+        left_NR = [left * np.float32(count / samples) for count, left, _ in factors]
+        whole = [np.concatenate(left_NR, axis=1), np.concatenate([r for *_, r in factors], axis=1)]
+        return np.concatenate([factor.reshape(-1) for factor in whole]).view(np.uint8)
+
+    def _factors_in(self, data: Bytes, piece: Piece) -> tuple[Singles, Singles]:
+        """Returns the left (N, R) and the right (M, R) factor of a matrix from its bytes."""
+        rows, columns = piece.matrix
+        values, rank = data.view(np.float32), len(data) // VALUE_BYTES // (rows + columns)
+        return values[: rows * rank].reshape(rows, rank), values[rows * rank :].reshape(-1, rank)
 
 
 def _largest_of(values_P: Elements, count: int) -> npt.NDArray[np.uint32]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,31 @@ PARTS = ("parameters", "momentum")
 """Parts of an outer state, in the order in which its digest has them."""
 ROUNDS_FOLDER = "rounds"
 """Folder of the files of the rounds in the directory of a node's snapshots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamMark:
+    """Says from where the readers of a section of a stream can give the samples that follow a
+    position."""
+
+    at: int
+    """The position, in the order of all epochs of the loop."""
+    rows: tuple[tuple[int, ...], ...]
+    """For each reader of the section its row, as of `data/streams/plan.py`."""
+
+
+def nearest_mark(marks: Iterable[StreamMark], position: int, section: int) -> StreamMark | None:
+    """Returns the last of some marks from which readers come to a position; None: there is none in
+    its section.
+
+    Args:
+        marks: The marks.
+        position: The position.
+        section: Number of positions in a section.
+    """
+    start = position // section * section
+    before = [mark for mark in marks if start <= mark.at <= position]
+    return max(before, key=lambda mark: mark.at, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +59,8 @@ class Sent:
     """Number of the newest claim of which it has samples."""
     upto: int
     """Position after the last of its samples."""
+    mark: StreamMark | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Where the readers of a stream go on there."""
     since: int = 0
     """Number of inner steps that the island has made since."""
 
@@ -65,6 +93,8 @@ class SamplesLeft:
     """Pieces `[start, stop)` before it."""
     committed: int = 0
     """Number of samples in committed rounds."""
+    marks: tuple[StreamMark, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Where the readers of a stream can go on."""
 
     @property
     def first(self) -> int:
@@ -83,6 +113,11 @@ class IslandProgress:
     """Number of the claim that it trains on; 0: it has had none."""
     upto: int = 0
     """Position after the last sample that it has used of that."""
+    mark: StreamMark | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Where the readers of a stream go on there; None: it has used none."""
+    ends: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Positions after the last samples of a stream's sections, of which the island has been given
+    positions beyond."""
     left: SamplesLeft = field(default_factory=SamplesLeft)
     """Samples with which rounds would go on that begin with this state."""
     epochs: int = field(default=0, metadata=OMIT_DEFAULT)
@@ -105,6 +140,8 @@ class FragmentShape:
     exact: int = field(default=0, metadata=OMIT_DEFAULT)
     """Number of the last elements, of small tensors, which are sent as they are whatever
     `DiLoCo.wire` says."""
+    matrices: tuple[tuple[int, int], ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Rows and columns of each parameter that the elements before those are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +152,14 @@ class JoinRounds:
     """
 
     settings: DiLoCo
-    epoch: int
-    """Number of samples in an epoch."""
+    section: int
+    """Number of positions in a section of the order of samples."""
+    is_stream: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True: sections have fewer samples than positions."""
     total: int
-    """Number of samples in the whole loop."""
+    """Number of positions in the whole loop."""
+    limit: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Most samples of the whole loop; None: as many as there are."""
     global_batch: int
     digest: str
     """Digest of what all islands must have in common: the order of samples, the model's names and

@@ -34,6 +34,8 @@ class FragmentLayout:
     dtype: Literal["float32", "float64"]
     exact: int
     """Number of the last elements that are sent as they are."""
+    matrices: tuple[tuple[int, int], ...]
+    """Rows and columns of the parameters before those."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -46,6 +48,7 @@ class FragmentLayout:
             averaged=self.offsets[-1] - self.offsets[self.parameters],
             dtype=self.dtype,
             exact=self.exact,
+            matrices=self.matrices,
         )
 
     def spans(self) -> Iterator[tuple[str, Span]]:
@@ -86,7 +89,7 @@ def fragments_of(
         small = [name for name in group if _is_small(parameters[name])]
         own_names = [*(name for name in group if name not in small), *small]
         tensors = [*(parameters[n] for n in own_names), *(buffers[n] for n in share)]
-        large = sum(parameters[n].numel() for n in own_names if n not in small)
+        large = [parameters[n] for n in own_names if n not in small]
         numel = sum(tensor.numel() for tensor in tensors)
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         layouts.append(
@@ -95,7 +98,8 @@ def fragments_of(
                 offsets=tuple(accumulate((t.numel() for t in tensors), initial=0)),
                 parameters=len(own_names),
                 dtype="float64" if wide else "float32",
-                exact=numel - large,
+                exact=numel - sum(tensor.numel() for tensor in large),
+                matrices=tuple((t.shape[0], t.numel() // t.shape[0]) for t in large),
             )
         )
     return layouts

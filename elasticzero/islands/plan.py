@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticzero.data.position import DataPosition, GlobalBatch
 from elasticzero.data.sampling import BatchPlan
-from elasticzero.ipc.rounds import NONE, GivenSamples
+from elasticzero.ipc.rounds import NONE, GivenSamples, IslandProgress, SamplesLeft
 from elasticzero.islands.progress import after_step
 
 
@@ -42,6 +42,41 @@ class IslandPlan(BatchPlan):
         if self.steps is not None:
             limits.append(self.steps * self.global_batch)
         return min(limits)
+
+    @property
+    def section(self) -> int:
+        """Returns the number of positions in a section: those of an epoch."""
+        return self.epoch_samples
+
+    @property
+    def sections(self) -> int:
+        """Returns the number of sections of an epoch: it is one."""
+        return 1
+
+    @property
+    def epoch_positions(self) -> int:
+        """Returns the number of positions in an epoch."""
+        return self.epoch_samples
+
+    @property
+    def limit(self) -> None:
+        """Returns None: the number of positions says how many samples the loop has."""
+        return
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Returns none: all positions have samples."""
+        return ()
+
+    def begun_by(self, position: DataPosition) -> IslandProgress:
+        """Returns the progress of an island whose state is that of a job without islands, which has
+        used the samples in their order.
+
+        Args:
+            position: The position of that state.
+        """
+        used = min(position.epoch * self.epoch_samples + position.offset, self.total)
+        return replace(NONE, left=SamplesLeft(next=used, committed=used))
 
     def ends_epoch(self, position: DataPosition) -> bool:
         """Returns False: islands come to the end of an epoch at different times."""
@@ -74,23 +109,3 @@ def used_in_epoch(plan: BatchPlan) -> int:
     """Returns the number of samples of an epoch that a plan uses."""
     samples = plan.order.samples
     return samples - samples % plan.global_batch if plan.drop_last else samples
-
-
-def without_islands(position: DataPosition, plan: BatchPlan) -> tuple[DataPosition, int]:
-    """Returns where a loop goes on whose state is that of an island: at the first sample that is in
-    no committed round.
-
-    Args:
-        position: The position of that state.
-        plan: The loop's plan.
-
-    Returns:
-        The position, and the number of samples behind it that were in committed rounds.
-    """
-    assert position.island is not None
-    left = position.island.left
-    first = left.first
-    epoch, offset = divmod(first, used_in_epoch(plan))
-    steps = epoch * plan.steps_in_epoch + -(-offset // plan.global_batch)
-    after = replace(position, epoch=epoch, offset=offset, steps=steps, island=None)
-    return after, left.committed - first

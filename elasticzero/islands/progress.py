@@ -14,13 +14,20 @@ other one for this fragment: its next one then has all steps since. Rules:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from elasticzero.ipc.rounds import FragmentProgress, IslandProgress, Sent
+from elasticzero.ipc.rounds import FragmentProgress, IslandProgress, Sent, StreamMark
 from elasticzero.options.diloco import DiLoCo
 
 
-def after_step(progress: IslandProgress, claim: int, upto: int, samples: int) -> IslandProgress:
+def after_step(
+    progress: IslandProgress,
+    claim: int,
+    upto: int,
+    samples: int,
+    mark: StreamMark | None = None,
+) -> IslandProgress:
     """Returns the progress after an inner step.
 
     Args:
@@ -28,6 +35,7 @@ def after_step(progress: IslandProgress, claim: int, upto: int, samples: int) ->
         claim: Number of the claim that its samples are of.
         upto: Position after them.
         samples: Number of them.
+        mark: Where the readers of a stream go on there.
     """
     fragments = tuple(
         replace(
@@ -38,7 +46,30 @@ def after_step(progress: IslandProgress, claim: int, upto: int, samples: int) ->
         )
         for part in progress.fragments
     )
-    return replace(progress, fragments=fragments, claim=claim, upto=upto)
+    return replace(progress, fragments=fragments, claim=claim, upto=upto, mark=mark)
+
+
+def with_ends(
+    progress: IslandProgress,
+    ends: Iterable[int],
+    claims: Sequence[tuple[int, int]],
+    section: int,
+) -> IslandProgress:
+    """Returns the progress with the ends of sections that the rounds are to be told of: as long as
+    the island is given positions beyond them, for its contributions are to have no such positions.
+
+    Args:
+        progress: That before.
+        ends: Positions after the last samples of sections, as far as they are known.
+        claims: Positions `[start, stop)` of each claim of the island.
+        section: Number of positions in a section.
+    """
+
+    def is_passed(end: int) -> bool:
+        return any(start // section == end // section and stop > end for start, stop in claims)
+
+    told = filter(is_passed, {*progress.ends, *ends})
+    return replace(progress, ends=tuple(sorted(told)))
 
 
 def is_due(
@@ -75,6 +106,7 @@ def contributed(progress: IslandProgress, fragment: int) -> IslandProgress:
         steps=part.steps,
         claim=progress.claim,
         upto=progress.upto,
+        mark=progress.mark,
     )
     after = replace(part, sent=sent, number=sent.number, steps=0, samples=0)
     return _with_fragment(progress, fragment, after)

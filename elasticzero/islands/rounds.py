@@ -275,7 +275,8 @@ class IslandRounds:
             )
             for part in progress.fragments
         )
-        at = IslandAt(progress=replace(progress, fragments=parts, upto=0), waits=waits)
+        shown = replace(progress, fragments=parts, upto=0, mark=None)
+        at = IslandAt(progress=shown, waits=waits)
         if at != self._told:
             self._told = at
             self._link.send(IslandAt(progress=progress, waits=waits))

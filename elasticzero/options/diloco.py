@@ -15,8 +15,9 @@ NAME = "diloco"
 """The strategy's name."""
 FOLDER = "islands"
 """Below it are the parts of a job that each island has for itself: in etcd, and of checkpoints."""
-WIRES = ("fp32", "bf16", "fp8", "int8", "int4", "topk")
-"""Formats of what islands send each other; `topk` with a share, as `--wire` has it."""
+WIRES = ("fp32", "bf16", "fp8", "int8", "int4", "topk", "powersgd")
+"""Formats of what islands send each other; `topk` with a share and `powersgd` with a rank, as
+`--wire` has them."""
 INNER = STRATEGIES
 """Strategies with which an island can train."""
 
@@ -50,8 +51,8 @@ class DiLoCo:
     """Seconds for which an island waits at most for a round that it has contributed to, once it has
     made its `overlap` steps; it goes on then, and takes the round when that comes."""
     wire: str = "fp32"
-    """Format in which contributions and their mean are sent: fp32, bf16, fp8, int8, int4, or
-    topk:SHARE. What a contribution leaves out by it comes with the next one."""
+    """Format in which contributions and their mean are sent: fp32, bf16, fp8, int8, int4,
+    topk:SHARE or powersgd:RANK. What a contribution leaves out by it comes with the next one."""
     inner: str = "ddp"
     """Strategy with which an island trains: ddp, zero1, zero2 or zero3."""
 
@@ -96,7 +97,7 @@ _EXPECTED = {
     "quorum": "a number above 0, and 1 at most,",
     "grace": "a number of inner steps",
     "wait": "a number of seconds",
-    "wire": f"one of {', '.join(WIRES[:-1])}, or topk:SHARE, such as topk:0.01,",
+    "wire": f"one of {', '.join(WIRES[:-2])}, topk:SHARE or powersgd:RANK, such as topk:0.01,",
     "inner": f"one of {', '.join(INNER)}",
 }
 """Says what a value may be, by name."""

@@ -38,7 +38,7 @@ from elasticzero.comm.process_group import ProcessGroups
 from elasticzero.consistency.configuration import Comparison, in_any_world, of_loop
 from elasticzero.data.balancing import Balancer
 from elasticzero.data.changes import change_text, needed_changes
-from elasticzero.data.loader import BatchReader, ClaimedBatches, OpenBatches, RankSchedule
+from elasticzero.data.loader import BatchReader, OpenBatches, RankSchedule
 from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch, MicroBatch
 from elasticzero.data.sampling import BatchPlan
 from elasticzero.data.shares import ShareTable
@@ -47,7 +47,7 @@ from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.messages import DataChanged, LoopExited, SharesChanged
 from elasticzero.ipc.thread_location import place_of
-from elasticzero.islands.plan import IslandPlan, without_islands
+from elasticzero.islands.kinds import without_islands
 from elasticzero.state.auxiliary import BoundaryCopy
 from elasticzero.training.batch_work import BatchWork, SliceStates
 from elasticzero.training.islands.island_training import IslandTraining
@@ -347,7 +347,7 @@ class Loops:
                     following = plan.next(training.position) or following
                 batch, after = following
                 self._tell_shares(training, balancer.agree(after.steps))
-                self._epoch, ends = batch.epoch, plan.ends_epoch(after)
+                self._epoch, ends = after.epoch, plan.ends_epoch(after)
                 training.begin_step(
                     after, EpochEnd(on_epoch_end, plan.wrapped(after)) if ends else None
                 )
@@ -391,13 +391,9 @@ class Loops:
             schedule: What this rank computes of the loop.
             reader: Reads the dataset.
         """
-        plan = schedule.plan
-        if self.islands is None or not isinstance(plan, IslandPlan):
+        if self.islands is None:
             return reader.open(schedule, training.position)
-        assert isinstance(reader, BatchReader)
-        batches = ClaimedBatches(reader, schedule)
-        self.islands.join(training, plan, batches)
-        return batches
+        return self.islands.open(training, schedule, reader)
 
     def _next_samples(
         self,
@@ -499,19 +495,9 @@ class Loops:
 
     def _leave_islands(self, training: TrainingState, schedule: RankSchedule) -> None:
         """Goes on from the state of an island without islands."""
-        if not isinstance(schedule.plan, BatchPlan):
-            raise UserError(
-                "the checkpoint is of an island (--strategy diloco), whose samples were no stream: "
-                "go on with the dataset that it had"
-            )
-        training.position, again = without_islands(training.position, schedule.plan)
+        training.position, text = without_islands(training.position, schedule.plan)
         if self._link.assignment.rank == 0:
-            at = training.position
-            log.warning(
-                "training goes on without islands, from sample %d of epoch %d on: %d samples after "
-                "it were in rounds already, and are used again",
-                *(at.offset, at.epoch, again),
-            )
+            log.warning("training goes on without islands, %s", text)
 
     def _note_new_dataset(self) -> None:
         if not self._noted:

@@ -47,11 +47,14 @@ def rounds_text(job: str, rounds: Rounds, reports: Mapping[str, IslandReport]) -
         reports: Reports of the islands that live.
     """
     summary = summary_of(rounds, reports)
-    share = summary.samples / max(1, summary.total)
+    of_all, share = "", ""
+    if summary.total is not None:
+        of_all = f" of {summary.total:,}"
+        share = f" ({summary.samples / max(1, summary.total):.1%})"
     state = "done" if summary.is_over else f"round {summary.round}"
     lines = [
-        f"job {job}: {count_text(len(reports), 'island')}, {state}, {summary.samples:,} of "
-        f"{summary.total:,} samples are in committed rounds ({share:.1%})",
+        f"job {job}: {count_text(len(reports), 'island')}, {state}, {summary.samples:,}{of_all} "
+        f"samples are in committed rounds{share}",
         table_text(HEAD, list(map(_row, summary.islands))).rstrip("\n"),
     ]
     if summary.given_back:

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from elasticzero.errors import StorageError, one_line
-from elasticzero.ipc.round_wire import Bytes, Elements, Piece, RoundWire
+from elasticzero.ipc.round_wire import Bytes, Piece, RoundWire
 from elasticzero.ipc.rounds import PARTS, JoinRounds, encoded_name, outer_name, sent_name
 from elasticzero.launcher.islands.files import RoundFiles, size_of
 from elasticzero.launcher.islands.outer import OuterOptimizer, write_mean
@@ -203,9 +203,14 @@ class Exchange:
         try:
             with self._files.making(name, of_mean.nbytes) as data:
                 for piece, into in zip(wire.pieces(), of_mean.pieces(), strict=True):
-                    mean_P = np.empty(piece.elements.stop - piece.elements.start, wire.shape.dtype)
-                    write_mean([(part.samples, part.read(piece)) for part in parts], mean_P)
-                    data[into.bytes] = of_mean.encode(mean_P, into)
+                    sent = [(part.samples, part.read(piece)) for part in parts]
+                    if of_mean.joins(into):
+                        data[into.bytes] = of_mean.joined(sent, piece)
+                    else:
+                        values = [(count, wire.decode(come, piece)) for count, come in sent]
+                        count = piece.elements.stop - piece.elements.start
+                        write_mean(values, mean_P := np.empty(count, wire.shape.dtype))
+                        data[into.bytes] = of_mean.encode(mean_P, into)
                     size = piece.bytes.stop - piece.bytes.start
                     self._count_bytes(size * sum(part.is_foreign for part in parts))
                 for part in parts:
@@ -343,12 +348,12 @@ class _Part:
         """
         self.island, self.samples = contributor.island, contributor.samples
         name = sent_name(fragment, contributor.incarnation, contributor.number)
-        self._name, self._wire = read_name(name, wire), wire
+        self._name = read_name(name, wire)
         self._source, self._files, self.is_foreign = source, files, source is not None
         self._hasher = xxhash.xxh3_128()
 
-    def read(self, piece: Piece) -> Elements:
-        """Returns the elements of the next piece; raises `_Missing`."""
+    def read(self, piece: Piece) -> Bytes:
+        """Returns the bytes of the next piece; raises `_Missing`."""
         data: Bytes = np.empty(piece.bytes.stop - piece.bytes.start, np.uint8)
         try:
             if self._source is not None:
@@ -358,7 +363,7 @@ class _Part:
         except (OSError, StorageError) as error:
             raise _Missing(self.island, one_line(error)) from error
         self._hasher.update(data.data)
-        return self._wire.decode(data, piece)
+        return data
 
     def _read_here(self, start: int, into: Bytes) -> None:
         with self._files.open_file(self._name) as file:

@@ -34,6 +34,7 @@ from elasticzero.ipc.rounds import (
     IslandProgress,
     JoinRounds,
     RoundNews,
+    SamplesLeft,
     encoded_name,
     outer_name,
     own_name,
@@ -429,8 +430,10 @@ class IslandKeeper:
             incarnation=self._incarnation,
             address=self._place.address,
             order=SampleOrder(
-                epoch=join.epoch,
+                section=join.section,
+                is_stream=join.is_stream,
                 total=join.total,
+                limit=join.limit,
                 global_batch=join.global_batch,
                 digest=join.digest,
             ),
@@ -438,11 +441,13 @@ class IslandKeeper:
                 next=left.next,
                 free=tuple(Samples(start=start, stop=stop) for start, stop in left.earlier),
                 samples=left.committed,
+                marks=left.marks,
             ),
             fragments=tuple(self._part(number) for number in range(len(self._fragments))),
             seat=self._seat,
             claim=claim,
             ahead=min(max(1, ahead), MOST_AHEAD) if trains else 0,
+            ends=self._progress.ends if self._progress is not None else (),
             is_over=self._is_over(),
             run=self._place.run,
         )
@@ -470,6 +475,7 @@ class IslandKeeper:
                 steps=sent.steps,
                 claim=sent.claim,
                 upto=sent.upto,
+                mark=sent.mark,
                 digest=kept.digests[sent.number],
                 waits=self._waits or sent.since >= self._join.settings.grace,
             )
@@ -500,10 +506,11 @@ class IslandKeeper:
             return
         outers = [kept.outer for kept in self._fragments]
         if self._left is None or outers == [fragment.outer for fragment in rounds.fragments]:
-            left = left_of(rounds)
-            if self._left is None or left.committed != self._left.committed:
+            left, before = left_of(rounds), self._left or SamplesLeft(next=-1)
+            if (left.committed, left.first) != (before.committed, before.first):
                 self._left = left
         version = 0 if self._news is None else self._news.version
+        assert self._left is not None
         news = news_of(rounds, seat, outers, self._left, version)
         if news != self._news:
             self._news = replace(news, version=version + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticzero.ipc.rounds import FragmentNews, GivenSamples, RoundNews, SamplesLeft
+from elasticzero.launcher.protocol.rounds.claims import to_give
 from elasticzero.launcher.protocol.rounds.documents import Outer, Rounds, Seat, Settled
 
 
@@ -42,7 +43,7 @@ def news_of(
             for claim in seat.claims
         ),
         left=left,
-        none_left=rounds.next >= rounds.order.total and not rounds.free,
+        none_left=not to_give(rounds),
         done=rounds.done,
     )
 
@@ -81,7 +82,9 @@ def seat_after_the_end(rounds: Rounds, island: str, incarnation: str) -> Seat:
 def left_of(rounds: Rounds) -> SamplesLeft:
     """Returns the samples that are in no committed round."""
     pieces = sorted((piece.start, piece.stop) for piece in rounds.uncommitted())
-    return SamplesLeft(next=rounds.next, earlier=tuple(pieces), committed=rounds.samples)
+    return SamplesLeft(
+        next=rounds.next, earlier=tuple(pieces), committed=rounds.samples, marks=rounds.marks
+    )
 
 
 def _settled_for(seat: Seat, number: int, outer: Outer) -> int:

@@ -110,6 +110,7 @@ def check_each_sample_counts_once(
         "every=4,wire=int8,inner=zero2",
         slow("every=4,fragments=2,wire=bf16"),
         slow("every=4,wire=topk:0.2"),
+        slow("every=4,wire=powersgd:2"),
     ],
 )
 def test_islands_divide_the_samples_and_end_alike(
@@ -132,14 +133,23 @@ def test_islands_divide_the_samples_and_end_alike(
 
 
 @pytest.mark.parametrize(
-    ("inner", "workers"), [("ddp", 1), slow("ddp", 2), ("zero2", 2), slow("zero1", 3), ("zero3", 2)]
+    ("inner", "workers", "virtual"),
+    [
+        ("ddp", 1, ()),
+        slow("ddp", 2, ()),
+        ("zero2", 2, ()),
+        slow("zero1", 3, ()),
+        ("zero3", 2, ()),
+        slow("ddp", 2, ("--virtual", "2")),
+        slow("zero1", 2, ("--virtual", "4")),
+    ],
 )
 def test_two_islands_that_average_each_step_are_one_process(
-    inner: str, workers: int, tmp_path: Path, etcd: EtcdServer
+    inner: str, workers: int, virtual: Sequence[str], tmp_path: Path, etcd: EtcdServer
 ) -> None:
     diloco = f"every=1,outer-lr=1,outer-momentum=0,wait=60,inner={inner}"
-    arguments = ("--model", "regress", "--samples", "240", "--lr", "0.05", "--pause", "0")
-    name = f"alike-{inner}-{workers}"
+    arguments = ("--model", "regress", "--samples", "240", "--lr", "0.05", "--pause", "0", *virtual)
+    name = f"alike-{inner}-{workers}-{len(virtual)}"
     with job(
         tmp_path, etcd, name, diloco, *arguments, nodes=2, workers=workers, options=NONE_LAPSES
     ) as told:
@@ -272,6 +282,104 @@ def test_the_others_go_on_whatever_becomes_of_an_island(
         codes = told.wait_for_end()
         assert all(codes[n] == 0 for n in survivors), told.logs()
         check_each_sample_counts_once(told, etcd, 3600, survivors)
+
+
+STREAM = ("--shards", "16", "--readers", "16")
+
+
+def used_in(told: Story) -> Counter[int]:
+    """The samples of a stream that all ranks of all islands have used."""
+    logs = [p for n in told.cluster.nodes for p in (told.directory() / n).glob("[0-9].log")]
+    lines = [line for path in logs for line in path.read_text().splitlines()]
+    whole = (json.loads(line) for line in lines if line.startswith("{") and line.endswith("}"))
+    return Counter(i for line in whole for i in line.get("used", ()))
+
+
+@pytest.mark.parametrize(
+    ("diloco", "workers"),
+    [
+        ("every=5,outer-lr=1,outer-momentum=0", 1),
+        ("every=4,inner=zero2,outer-lr=1,outer-momentum=0", 2),
+        slow("every=6,outer-lr=1,outer-momentum=0,overlap=2", 1),
+    ],
+)
+def test_islands_divide_a_stream_and_end_alike(
+    diloco: str, workers: int, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    name, arguments = f"stream-{abs(hash(diloco))}", (*STREAM, "--epochs", "2")
+    with job(tmp_path, etcd, name, diloco, *arguments, workers=workers) as told:
+        codes = told.wait_for_end()
+        assert set(codes.values()) == {0}, told.logs()
+        used = used_in(told)
+        if workers == 1:  # else a rank without a sample in some step is given any
+            assert used == Counter([*range(960)] * 2)
+        assert {*used} == {*range(960)}
+        assert rounds_of(told, etcd).samples == 1920
+        (flat,) = {tuple(flat) for flat in weights_of(told).values()}
+        assert min(flat) > 0, "a sample counts nowhere"
+
+
+@pytest.mark.parametrize("fault", ["kill the lead", slow("kill a worker")])
+def test_the_readers_of_a_lost_island_go_on_on_others(
+    fault: str, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    diloco = "every=5,outer-lr=1,outer-momentum=0"
+    with job(
+        tmp_path, etcd, f"stream-{fault.replace(' ', '-')}", diloco, "--samples", "2400", *STREAM
+    ) as told:
+        nodes = [*told.cluster.nodes]
+        told.wait("steps of all", lambda: all(len(used_by(told, n)) > 20 for n in nodes))
+        lead = next(
+            n for n in nodes if "round 1: " in (told.directory() / n / "agent.log").read_text()
+        )
+        if fault == "kill a worker":
+            told.cluster.kill_worker(told.cluster.nodes[lead])
+        else:
+            told.cluster.kill_node(told.cluster.nodes[lead])
+            nodes.remove(lead)
+        codes = told.wait_for_end()
+        assert all(codes[n] == 0 for n in nodes), told.logs()
+        check_each_sample_counts_once(told, etcd, 2400, nodes)
+
+
+def test_a_job_on_a_stream_goes_on_with_islands_and_again_without(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """Islands go on where all readers were; without them the epoch begins anew."""
+    saves = ["--checkpoint-dir", str(tmp_path / "saves"), "--checkpoint-every", "4"]
+    arguments = ("--model", "regress", "--samples", "960", "--lr", "0.05", *STREAM)
+    slowly = (*arguments, "--pause", "0.1")
+    options = [*saves, "--strategy", "zero1", "--nnodes", "2", str(SCRIPT), *slowly]
+
+    def kill(told: Story, steps: int) -> Counter[int]:
+        told.wait("steps", lambda: len(used_by(told, "node-0")) > steps)
+        for node in told.cluster.nodes.values():
+            told.cluster.kill_node(node)
+        return used_in(told)
+
+    with story(tmp_path, etcd.endpoint, "stream-before", options, nodes=2) as told:
+        kill(told, 13)
+    with job(tmp_path, etcd, "on-islands", "every=3", *slowly, nodes=2, options=saves) as told:
+        on_islands = kill(told, 20)
+    with job(
+        tmp_path, etcd, "islands-again", "every=3", *arguments, nodes=2, options=saves
+    ) as told:
+        assert set(told.wait_for_end().values()) == {0}, told.logs()
+        again = used_in(told)
+        assert rounds_of(told, etcd).samples == 960
+    assert max(again.values()) == 1 and max(on_islands.values()) == 1
+    assert len(on_islands | again) <= 960 - 12 * 12
+    assert len(again) <= 960 - 12 * 12 - 8 * 12
+    saves[1] = str(tmp_path / "saves" / "islands" / "node-0")
+    options = [*saves, "--strategy", "zero2", "--nnodes", "2", str(SCRIPT), *arguments]
+    with story(
+        tmp_path, etcd.endpoint, "stream-without", [*options, "--epochs", "2"], nodes=2
+    ) as told:
+        assert set(told.wait_for_end().values()) == {0}, told.logs()
+        used = used_in(told)  # in the second epoch; the first was committed
+        assert {*used} == {*range(960)}
+        # A rank without a sample in some step is given any.
+        assert sum(count == 1 for count in used.values()) > 950
 
 
 @pytest.mark.parametrize("workers", [slow(1), 2])

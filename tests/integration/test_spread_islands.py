@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from elasticzero.launcher.store.etcd.store import EtcdStore
 from tests.integration.clusters import Story
 from tests.integration.test_islands import (
     NONE_LAPSES,
+    STREAM,
     begun_from,
     check_as_of_one_process,
     check_each_sample_counts_once,
@@ -86,6 +87,7 @@ def test_two_islands_of_two_nodes_are_one_process(
         slow("every=6,fragments=2,overlap=2"),
         slow("every=4,wire=bf16"),
         slow("every=4,wire=topk:0.3"),
+        slow("every=4,wire=powersgd:2"),
     ],
 )
 def test_nodes_of_an_island_have_the_same_bits(
@@ -106,23 +108,26 @@ def test_nodes_of_an_island_have_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("fault", "role"),
+    ("fault", "role", "data"),
     [
-        ("kill", "head"),
-        slow("kill", "follower"),
-        slow("kill a worker", "head"),
-        slow("kill a worker", "follower"),
-        slow("leave", "head"),
-        slow("leave", "follower"),
+        ("kill", "head", ()),
+        slow("kill", "follower", ()),
+        slow("kill a worker", "head", ()),
+        slow("kill a worker", "follower", ()),
+        slow("leave", "head", ()),
+        slow("leave", "follower", ()),
+        slow("kill", "head", STREAM),
+        slow("leave", "follower", STREAM),
     ],
 )
 def test_an_island_goes_on_when_it_loses_a_node(
-    fault: str, role: str, tmp_path: Path, etcd: EtcdServer
+    fault: str, role: str, data: Sequence[str], tmp_path: Path, etcd: EtcdServer
 ) -> None:
     """A node that comes then takes the free place."""
     diloco = "every=5,outer-lr=1,outer-momentum=0"
-    name = f"spread-{fault}-{role}".replace(" ", "-")
-    with job(tmp_path, etcd, name, diloco, "--samples", "4800", nodes=4, options=TWO_NODES) as told:
+    name = f"spread-{fault}-{role}-{len(data)}".replace(" ", "-")
+    arguments = ("--samples", "4800", *data)
+    with job(tmp_path, etcd, name, diloco, *arguments, nodes=4, options=TWO_NODES) as told:
         nodes = [*told.cluster.nodes]
         told.wait("steps of all", lambda: all(len(used_by(told, n)) > 20 for n in nodes))
         island = next(members for members in islands_in(told) if "node-1" in members)

@@ -6,6 +6,7 @@ from tests.simulation.mutants import Mutant
 
 LEAD = "protocol/rounds/lead.py"
 CLAIMS = "protocol/rounds/claims.py"
+DOCUMENTS = "protocol/rounds/documents.py"
 PROGRESS = "../elasticzero/islands/progress.py"
 
 MUTANTS_OF_ROUNDS = (
@@ -90,8 +91,8 @@ MUTANTS_OF_ROUNDS = (
     Mutant(
         name="the rounds are done before the last samples are committed",
         file=LEAD,
-        right="if rounds.next < rounds.order.total or any(rounds.uncommitted()):",
-        wrong="if rounds.next < rounds.order.total:",
+        right="if to_give(rounds) or any(seat.claims for seat in rounds.seats):",
+        wrong="if to_give(rounds):",
         search="islands",
     ),
     Mutant(
@@ -103,10 +104,45 @@ MUTANTS_OF_ROUNDS = (
         further=((CLAIMS, "        if claim.number == number:\n", "        if False:\n"),),
     ),
     Mutant(
-        name="a claim goes on into the next epoch",
+        name="a claim goes on into the next section",
+        file=DOCUMENTS,
+        right="        return min((position // self.section + 1) * self.section, self.total)",
+        wrong="        return self.total",
+        search="islands",
+    ),
+    Mutant(
+        name="positions beyond the end of a section count as samples",
+        file=LEAD,
+        right="    rounds = _without_beyond(_seated(rounds, view), view)",
+        wrong="    rounds = _seated(rounds, view)",
+        search="islands",
+    ),
+    Mutant(
+        name="the rest of a section that was begun is lost",
         file=CLAIMS,
-        right="    return min((position // epoch + 1) * epoch, rounds.order.total)",
-        wrong="    return rounds.order.total",
+        right="    return claim, united([*others, rest], order.section), after",
+        wrong="    return claim, others, after",
+        search="islands",
+    ),
+    Mutant(
+        name="more samples are given than the loop has",
+        file=CLAIMS,
+        right="    return max(0, min(positions, order.limit - rounds.samples - claimed))",
+        wrong="    return max(0, min(positions, order.limit - rounds.samples))",
+        search="islands",
+    ),
+    Mutant(
+        name="the end of a section is forgotten before the rounds are told",
+        file=PROGRESS,
+        right="    told = filter(is_passed, {*progress.ends, *ends})",
+        wrong="    told = filter(is_passed, ends)",
+        search="islands",
+    ),
+    Mutant(
+        name="no mark is kept of where a stream's readers go on",
+        file=LEAD,
+        right="            marks += () if contributor.mark is None else (contributor.mark,)",
+        wrong="            marks += ()",
         search="islands",
     ),
     Mutant(

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from elasticzero.data.loader import RankSchedule, die_with_training_process, map_each, to_device
 from elasticzero.data.position import UNKNOWN, DataPosition, GlobalBatch
 from elasticzero.data.slices import slice_seed
-from elasticzero.data.streams.dealing import units_of, units_of_process
+from elasticzero.data.streams.dealing import units_of_process
 from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.data.streams.reader import ReaderMark, mark_of
 from elasticzero.data.streams.reader_process import (
@@ -60,8 +60,14 @@ class StreamReader:
     num_workers: int = 0
 
     def open(self, schedule: RankSchedule, position: DataPosition) -> StreamBatches:
-        """Returns the micro-batches of a rank from a position on; all ranks call this together."""
-        return StreamBatches(self, schedule, position)
+        """Returns the micro-batches of a rank from a position on; all ranks call this together.
+
+        Raises:
+            UserError: The stream has fewer readers than there are ranks.
+        """
+        batches = StreamBatches(self, schedule, position)
+        batches.learn_enough(position, position.epoch, position.offset)
+        return batches
 
 
 class StreamBatches:
@@ -70,7 +76,7 @@ class StreamBatches:
     def __init__(
         self, reader: StreamReader, schedule: RankSchedule, position: DataPosition
     ) -> None:
-        """Begins to read, here or in processes that load data; all ranks call this together.
+        """Begins to read, here or in processes that load data, with `learn_enough`.
 
         Args:
             reader: The stream, the device and how samples are made batches.
@@ -84,20 +90,16 @@ class StreamBatches:
         self._plan: StreamPlan = schedule.plan
         self._schedule = schedule
         self._reader = reader
-        order, world = self._plan.order, schedule.world_size
-        if world > order.readers:
-            raise UserError(
-                f"the stream has {order.readers} readers, and the world {world} ranks, each of "
-                "which needs one: give ez.Stream readers=, as many as ranks at least"
-            )
-        units = units_of(schedule.rank, world, order.readers, schedule.reader_groups)
+        units = self._plan.units(schedule.rank, schedule.world_size, schedule.reader_groups)
         count, sliced = max(1, reader.num_workers), schedule.reader_groups is not None
-        of_process = [units_of_process(units, p, count) for p in range(count)]
-        self._numbers = [list(chain.from_iterable(readers)) for readers in of_process]
+        self._numbers = [
+            [v for some in units for unit in units_of_process(some, p, count) for v in unit]
+            for p in range(count)
+        ]
         self._process_of = {v: p for p, numbers in enumerate(self._numbers) for v in numbers}
         self._filling = next(p for p, numbers in enumerate(self._numbers) if numbers)
         """The process that gives fillers."""
-        self._turns: Sequence[Sequence[int]] = units if sliced else self._numbers
+        self._turns: Sequence[Sequence[int]] = [*chain(*units)] if sliced else self._numbers
         """Readers whose samples of a batch follow each other, turn by turn."""
         self._commands: list[Any] = (
             [multiprocessing.SimpleQueue() for _ in range(count)]
@@ -110,7 +112,7 @@ class StreamBatches:
         collate = collate_of_process(reader.collate_fn, count, arena, joined=not sliced)
         self._collates_here = collate is None
         loader: DataLoader[Any] = DataLoader(
-            ReaderProcess(reader.stream, order, self._commands, collate),
+            ReaderProcess(reader.stream, self._plan.order, self._commands, collate),
             batch_size=None,
             collate_fn=_unchanged,
             num_workers=reader.num_workers,
@@ -129,7 +131,6 @@ class StreamBatches:
         self._opened: set[int] = set()
         self._at = position
         """The position of the next batch for which no command was made."""
-        self._learn_enough(position, position.offset)
 
     def __next__(self) -> Any:
         """Returns the next micro-batch, on the device."""
@@ -154,7 +155,7 @@ class StreamBatches:
         """
         self._plan.forget_before(batch.epoch)
         if self._plan.lacks(after, LOW) is not None:
-            self._learn_enough(after, batch.start)
+            self.learn_enough(after, batch.epoch, batch.start)
 
     def in_world(self, schedule: RankSchedule, position: DataPosition) -> StreamBatches:
         """Begins to read anew, for another rank has read what this one reads from now on."""
@@ -168,16 +169,38 @@ class StreamBatches:
             commands.put(None)
         forget_arenas(self._arena_owner)
 
-    def _learn_enough(self, position: DataPosition, drawn: int) -> None:
-        """Exchanges with all ranks until `LOW` batches from `position` on can be named.
+    def learn_enough(self, position: DataPosition, epoch: int, drawn: int) -> None:
+        """Exchanges with all ranks until `LOW` batches from `position` on can be named; all ranks
+        call this together.
 
         Args:
             position: A position in the data.
-            drawn: Number of samples of its epoch that may have to be read again no more.
+            epoch: The epoch that is read now.
+            drawn: Number of samples of it that need not be read again.
         """
-        while (epoch := self._plan.lacks(position, LOW)) is not None:
-            self._learn(epoch, drawn if epoch == position.epoch else 0)
+        while (lacking := self._plan.lacks(position, LOW)) is not None:
+            self._learn(lacking, drawn if lacking == epoch else 0)
         self._send_ahead()
+
+    def skip(self, epoch: int, start: int, stop: int) -> None:
+        """Reads samples of an epoch that are not used; all ranks call this together, before the
+        first batch or between two.
+
+        Args:
+            epoch: The epoch.
+            start: Place of the first of them, which the readers give next.
+            stop: Place after the last, or after the end of the epoch.
+        """
+        plan = self._plan
+        while start < stop and not (plan.of(epoch).whole and start >= plan.of(epoch).decided):
+            until = min(stop, plan.of(epoch).decided)
+            if until > start:
+                self._open(epoch, start)
+                counts_V = plan.drawn(epoch, until) - plan.drawn(epoch, start)
+                self._send_give(Give(epoch, self._in_turn(counts_V.tolist()), use=False))
+                start = until
+            else:
+                self._learn(epoch, start)
 
     def _learn(self, epoch: int, drawn: int) -> None:
         """Exchanges with all ranks how far the readers have read in an epoch."""
@@ -207,9 +230,10 @@ class StreamBatches:
         self._opened.add(epoch)
         drawn_V = self._plan.drawn(epoch, drawn)
         rows, fresh = self._plan.rows.get(epoch), ReaderMark.beginning(self._reader.stream)
+        readers, of = self._plan.readers_in(epoch), self._plan.epoch_of(epoch)
         for commands, numbers in zip(self._commands, self._numbers, strict=True):
-            marks = {v: mark_of(rows[v]) if rows else fresh for v in numbers}
-            commands.put(Open(epoch, marks, {v: int(drawn_V[v]) for v in numbers}))
+            marks = {v: mark_of(rows[v]) if rows else fresh for v in numbers if v in readers}
+            commands.put(Open(epoch, of, marks, {v: int(drawn_V[v]) for v in marks}))
 
     def _send_ahead(self) -> None:
         """Sends the commands for the batches that can be named, as far as they fit."""
@@ -227,15 +251,7 @@ class StreamBatches:
     def _gives(self, batch: GlobalBatch) -> Iterator[Give]:
         """Yields what the rank's micro-batches of a batch consist of."""
         self._open(batch.epoch, batch.start)
-        counts = self._plan.counts(batch).tolist()
-        # By process, so that a micro-batch has its samples of few, or by slice.
-        readers = [
-            v
-            for numbers in self._turns
-            for turn in range(max([counts[v] for v in numbers], default=0))
-            for v in numbers
-            if turn < counts[v]
-        ]
+        readers = self._in_turn(self._plan.counts(batch).tolist())
         if batch in self._schedule.left_out:
             yield Give(batch.epoch, readers, use=False)
             return
@@ -248,6 +264,21 @@ class StreamBatches:
             filler = 0 if size else self._schedule.filler_samples
             yield Give(batch.epoch, readers[:size], filler=filler, seed=seed)
             readers = readers[size:]
+
+    def _in_turn(self, counts: Sequence[int]) -> list[int]:
+        """Returns the rank's readers in the order in which they give their samples: by process, so
+        that a micro-batch has its samples of few, or by slice.
+
+        Args:
+            counts: Number of samples that each reader of the stream gives.
+        """
+        return [
+            v
+            for numbers in self._turns
+            for turn in range(max([counts[v] for v in numbers], default=0))
+            for v in numbers
+            if turn < counts[v]
+        ]
 
     def _send_give(self, give: Give) -> None:
         """Sends each process its share of a micro-batch."""

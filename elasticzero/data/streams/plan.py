@@ -15,7 +15,7 @@ import numpy as np
 from elasticzero.data.position import UNKNOWN, DataPosition, GlobalBatch, MicroBatch
 from elasticzero.data.sampling import loop_start
 from elasticzero.data.slices import slices_of_groups
-from elasticzero.data.streams.dealing import StreamOrder, check_groups, group_sums
+from elasticzero.data.streams.dealing import StreamOrder, check_groups, group_sums, units_of
 from elasticzero.data.streams.turn import Counts, ReadProgress
 from elasticzero.errors import UserError
 from elasticzero.options.settings import DataChange
@@ -54,7 +54,7 @@ class StreamPlan:
     ) -> DataPosition:
         """Returns the position at which the loop begins, as `BatchPlan.start` does."""
         position = loop_start(self, position, loop, dataset, allowed)
-        progress = _progress_of(position.stream, position.offset, self.order.readers)
+        progress = progress_of(position.stream, position.offset, self.order.readers)
         self.progress, self.rows = {position.epoch: progress}, {position.epoch: position.stream}
         return position
 
@@ -76,16 +76,20 @@ class StreamPlan:
             (before.total_V != UNKNOWN) & (before.total_V != total_V)
         ).tolist():
             raise UserError(
-                f"reader {reader} of the stream has {total_V[reader]} samples in epoch {epoch}, "
-                f"and had {before.total_V[reader]} before: its shards have changed. Go on with the "
-                "same data, or start afresh in another checkpoint directory"
+                f"reader {reader} of the stream has {total_V[reader]} samples in epoch "
+                f"{self.epoch_of(epoch)}, and had {before.total_V[reader]} before: its shards have "
+                "changed. Go on with the same data, or start afresh in another checkpoint directory"
             )
         self.progress[epoch] = ReadProgress(np.array(read_V, np.int64), total_V)
         self.rows[epoch] = tuple(
             (int(total), *row[1:]) for total, row in zip(total_V, rows, strict=True)
         )
         self._drawn.clear()
-        if self.progress[epoch].whole and not self.progress[epoch].decided:
+        self.check_samples(epoch)
+
+    def check_samples(self, epoch: int) -> None:
+        """Raises `UserError` if an epoch has no sample."""
+        if self.of(epoch).whole and not self.of(epoch).decided:
             raise UserError("the stream gave no sample at all: check its shards")
 
     def forget_before(self, epoch: int) -> None:
@@ -94,7 +98,41 @@ class StreamPlan:
             del self.progress[past], self.rows[past]
 
     def of(self, epoch: int) -> ReadProgress:
-        return self.progress.get(epoch) or ReadProgress.nothing(self.order.readers)
+        """Returns how far the readers have read in an epoch."""
+        return self.progress.get(epoch) or self.unread(epoch)
+
+    def unread(self, epoch: int) -> ReadProgress:
+        """Returns the progress of an epoch of which nothing is read."""
+        return ReadProgress.nothing(self.order.readers)
+
+    def readers_in(self, epoch: int) -> range:
+        """Returns the readers that have samples in an epoch."""
+        return range(self.order.readers)
+
+    def epoch_of(self, epoch: int) -> int:
+        """Returns the epoch of the stream whose samples the readers give in an epoch of this
+        plan."""
+        return epoch
+
+    def units(self, rank: int, world_size: int, groups: int | None) -> list[Sequence[range]]:
+        """Returns the readers of a rank in units that one process has, for each set of readers that
+        give samples together.
+
+        Args:
+            rank: The rank.
+            world_size: Number of ranks.
+            groups: Number of groups of readers; None: global batches are not cut into slices.
+
+        Raises:
+            UserError: The stream has fewer readers than there are ranks.
+        """
+        readers = self.order.readers
+        if world_size > readers:
+            raise UserError(
+                f"the stream has {readers} readers, and the world {world_size} ranks, each of "
+                "which needs one: give ez.Stream readers=, as many as ranks at least"
+            )
+        return [units_of(rank, world_size, readers, groups)]
 
     def drawn(self, epoch: int, places: int) -> Counts:
         """Returns how many samples of each reader the first places of an epoch take."""
@@ -195,7 +233,7 @@ class StreamPlan:
         return max(0, self.steps - position.steps)
 
 
-def _progress_of(stream: Any, offset: int, readers: int) -> ReadProgress:
+def progress_of(stream: Any, offset: int, readers: int) -> ReadProgress:
     """Returns what a position in the data says of its epoch.
 
     Args:

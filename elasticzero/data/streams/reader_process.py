@@ -24,9 +24,12 @@ from elasticzero.data.streams.transfer import Arena, InMessage
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Opens the readers of an epoch, for those of every process."""
+    """Opens the readers of an epoch, for those of every process, in place of what is open of it."""
 
     epoch: int
+    """The epoch as other commands name it."""
+    of: int
+    """The epoch of the stream, on which the order of shards and samples depends."""
     marks: Mapping[int, ReaderMark]
     """Where the readers of this process go on."""
     drawn: Mapping[int, int]
@@ -117,7 +120,7 @@ class ReaderProcess(IterableDataset[Any]):
                     yield answer if in_process else map_tensors(InMessage.of, answer)
 
     def _open(self, command: Open) -> None:
-        opened = open_readers(self._stream, self._order, command.epoch, command.marks)
+        opened = open_readers(self._stream, self._order, command.of, command.marks)
         for number, reader in opened.items():
             for _ in range(reader.read, command.drawn[number]):
                 reader.take()

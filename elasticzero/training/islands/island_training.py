@@ -12,20 +12,25 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from elasticzero.comm.process_group import ProcessGroups
-from elasticzero.data.loader import ClaimedBatches, RankSchedule
+from elasticzero.data.loader import BatchReader, ClaimedBatches, RankSchedule
 from elasticzero.data.position import DataPosition, EpochEnd, GlobalBatch
-from elasticzero.data.sampling import BatchPlan
+from elasticzero.data.streams.loader import StreamReader
+from elasticzero.data.streams.plan import StreamPlan
 from elasticzero.errors import UserError
 from elasticzero.ipc.agent_client import AgentClient
 from elasticzero.ipc.rounds import NONE, ROUNDS_FOLDER, IslandProgress, JoinRounds, SamplesLeft
+from elasticzero.islands.claimed_stream import ClaimedStream
 from elasticzero.islands.elements import Elements, RankPlace, elements_of
+from elasticzero.islands.kinds import claimed, plan_of_islands
 from elasticzero.islands.layout import described, fragments_of
-from elasticzero.islands.plan import ClaimTable, IslandPlan
+from elasticzero.islands.plan import ClaimTable
+from elasticzero.islands.progress import with_ends
 from elasticzero.islands.rounds import IslandRounds, Part
 from elasticzero.islands.saved_outer import SavedOuter
+from elasticzero.islands.stream_plan import IslandStreamPlan
 from elasticzero.options.diloco import NAME, DiLoCo
 from elasticzero.parallel.base import Strategy
-from elasticzero.serialization import encode, field_values
+from elasticzero.serialization import encode
 from elasticzero.state.outer_state import OuterState
 from elasticzero.training.step_machine import StepEvent
 from elasticzero.training.step_tracker import StepTracker
@@ -115,26 +120,25 @@ class IslandTraining:
         Raises:
             UserError: The loop has something that islands cannot have.
         """
-        plan = schedule.plan
-        refused = {
-            "streams": not isinstance(plan, BatchPlan),
-            "virtual_batch=": schedule.virtual_batch is not None,
-        }
-        for what, is_there in refused.items():
-            if is_there:
-                raise UserError(f"strategy diloco has no {what}: leave it out, or use ddp")
-        assert isinstance(plan, BatchPlan)
+        if schedule.virtual_batch is not None and isinstance(schedule.plan, StreamPlan):
+            raise UserError(
+                "strategy diloco has no virtual_batch= for streams: leave it out, or use ddp"
+            )
         self._on_epoch_end = on_epoch_end
-        of_islands = IslandPlan(**field_values(plan), table=self._table)
-        return replace(schedule, plan=of_islands)
+        return replace(schedule, plan=plan_of_islands(schedule.plan, self._table))
 
-    def join(self, training: TrainingState, plan: IslandPlan, data: ClaimedBatches) -> None:
-        """Joins the rounds, with the state that the loop begins with.
+    def open(
+        self,
+        training: TrainingState,
+        schedule: RankSchedule,
+        reader: BatchReader | StreamReader,
+    ) -> ClaimedBatches | ClaimedStream:
+        """Joins the rounds with the state that the loop begins with, and returns its batches.
 
         Args:
             training: The training state.
-            plan: The loop's plan.
-            data: Reads its batches.
+            schedule: What this rank computes of the loop.
+            reader: Reads the dataset.
 
         Raises:
             UserError: The loop is not the script's first.
@@ -144,13 +148,14 @@ class IslandTraining:
                 "strategy diloco trains in one loop over session.batches: give its phases jobs of "
                 "their own"
             )
+        plan, data = claimed(schedule, reader)
         self._plan, self._data = plan, data
-        progress = training.position.island or _begun_by(plan, training.position)
+        progress = training.position.island or plan.begun_by(training.position)
         if not self._saved.is_restored:
             self._rounds.write_own()
         common = [
             plan.order.inputs,
-            [plan.epoch_samples, plan.total, plan.global_batch],
+            [plan.section, plan.sections, plan.total, plan.limit, plan.global_batch],
             described(self._layouts),
             encode(self._settings),
         ]
@@ -158,8 +163,10 @@ class IslandTraining:
         self._link.send(
             JoinRounds(
                 settings=self._settings,
-                epoch=plan.epoch_samples,
+                section=plan.section,
+                is_stream=isinstance(plan, IslandStreamPlan),
                 total=plan.total,
+                limit=plan.limit,
                 global_batch=plan.global_batch,
                 digest=hashlib.sha256(text).hexdigest()[:16],
                 fragments=tuple(layout.shape for layout in self._layouts),
@@ -167,6 +174,7 @@ class IslandTraining:
                 has_momentum=self._saved.is_restored,
             )
         )
+        return data
 
     def at_boundary(
         self, training: TrainingState, ends_epoch: Callable[[int], None]
@@ -183,12 +191,10 @@ class IslandTraining:
             The next batch and the position after it; None: all samples are committed, or training
             is to stop.
         """
-        incarnation = _island_of(training).incarnation
         following = self._follow(training, ends_epoch)
         if following is None and not self._is_over(training):
             following = self._wait(training, ends_epoch)
-        anew = _island_of(training).incarnation != incarnation
-        self._data.begin_at(training.position, anew=anew)
+        self._data.begin_at(training.position)
         return following
 
     def _wait(
@@ -212,24 +218,31 @@ class IslandTraining:
         self, training: TrainingState, ends_epoch: Callable[[int], None]
     ) -> tuple[GlobalBatch, DataPosition] | None:
         before = _island_of(training)
-        has_samples = self._plan.next(training.position) is not None
-        progress = self._rounds.at_boundary(before, has_samples=has_samples)
+        has_samples = self._next(training) is not None
+        progress = self._rounds.at_boundary(_island_of(training), has_samples=has_samples)
         if progress.incarnation != before.incarnation:
+            self._data.drop()
             # A newcomer's schedules go on where those of the others are.
             passed = progress.left.committed // self._plan.global_batch
             training.step = max(training.step, passed)
             # One that begins without a state has no part in the epochs before it came.
             ended = before.epochs if before.incarnation else self._ended_epochs(progress.left)
             progress = replace(progress, epochs=ended)
-        if progress != before:
-            training.position = replace(training.position, island=progress)
-            training.copy = training.copy_now()
+        _go_on_with(training, progress)
         self._tracker.record(StepEvent.KEPT)
         self._table.claims = self._rounds.claims if self._rounds.takes_part else ()
         self._end_epochs(training, ends_epoch)
         if training.stopped is not None or self._rounds.waits_for_round(progress):
             return None
-        return self._plan.next(training.position)
+        return self._next(training)
+
+    def _next(self, training: TrainingState) -> tuple[GlobalBatch, DataPosition] | None:
+        """Returns the next batch that the island has samples for; all ranks call this together."""
+        self._data.prepare(training.position)
+        claims = [(claim.start, claim.stop) for claim in self._table.claims]
+        before, plan = _island_of(training), self._plan
+        _go_on_with(training, with_ends(before, plan.ends, claims, plan.section))
+        return plan.next(training.position)
 
     def _end_epochs(self, training: TrainingState, ends_epoch: Callable[[int], None]) -> None:
         """Has the script's function run for each epoch that has ended."""
@@ -244,7 +257,7 @@ class IslandTraining:
 
     def _ended_epochs(self, left: SamplesLeft) -> int:
         """Returns the number of epochs of which all samples are committed."""
-        return left.first // self._plan.epoch_samples
+        return left.first // self._plan.epoch_positions
 
     def _is_over(self, training: TrainingState) -> bool:
         return training.stopped is not None or self._rounds.is_over(_island_of(training))
@@ -297,16 +310,11 @@ def open_islands(
     return settings.inner, make
 
 
-def _begun_by(plan: IslandPlan, position: DataPosition) -> IslandProgress:
-    """Returns the progress of an island whose state is that of a job without islands, which has
-    used the samples in their order.
-
-    Args:
-        plan: The loop's plan.
-        position: The position of that state.
-    """
-    used = min(position.epoch * plan.epoch_samples + position.offset, plan.total)
-    return replace(NONE, left=SamplesLeft(next=used, committed=used))
+def _go_on_with(training: TrainingState, progress: IslandProgress) -> None:
+    """Takes this for how far the island is, where that is new."""
+    if progress != _island_of(training):
+        training.position = replace(training.position, island=progress)
+        training.copy = training.copy_now()
 
 
 def _island_of(training: TrainingState) -> IslandProgress:

@@ -5,8 +5,15 @@ share the samples of one loop, and a *round* averages what they have learnt: eac
 *contribution* is by how much its inner steps have changed the parameters; the mean of the
 contributions is the gradient of one step of the outer optimizer (DiLoCo: Douillard et al., 2023).
 Parameters are divided into *fragments*, each with rounds of its own (Streaming DiLoCo: Douillard et
-al., 2025). Each island writes one report, under a lease; the first island that is alive is the
-*lead*, and writes the one document of the rounds.
+al., 2025).
+
+Samples have positions in the order of all epochs of the loop, which consists of *sections*. Those
+of a dataset with a length are its epochs. An epoch of a stream has several, one for some of its
+readers each, so that islands read different shards; how many samples a section of a stream has is
+not known until it is read, so it has positions without a sample at its end.
+
+Each island writes one report, under a lease; the first island that is alive is the *lead*, and
+writes the one document of the rounds.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from elasticzero.ipc.rounds import StreamMark
 from elasticzero.launcher.protocol.documents import UNSTATED
 from elasticzero.serialization import OMIT_DEFAULT
 
@@ -33,14 +41,22 @@ class Samples:
 class SampleOrder:
     """Says which samples the islands divide: the same on all of them."""
 
-    epoch: int
-    """Number of samples in an epoch."""
+    section: int
+    """Number of positions in a section."""
+    is_stream: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """True: sections have fewer samples than positions, and nobody knows before how many."""
     total: int
-    """Number of samples in the whole loop."""
+    """Number of positions in the whole loop."""
+    limit: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Most samples of the whole loop; None: as many as there are."""
     global_batch: int
     """Number of samples of an inner step of all islands together."""
     digest: str
     """Digest of all that the order of samples depends on, and of the model's shapes."""
+
+    def section_stop(self, position: int) -> int:
+        """Returns the position after the section that a position is in, or after the loop."""
+        return min((position // self.section + 1) * self.section, self.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +85,8 @@ class Contribution:
     """Number of the newest claim of which it has samples."""
     upto: int = 0
     """Position after the last of its samples: it has all samples of earlier claims."""
+    mark: StreamMark | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Where the readers of a stream go on at `upto`; None: it is of no stream."""
     digest: str
     """Digest of its bytes."""
     waits: bool = False
@@ -98,6 +116,8 @@ class Contributor:
     """Number of rounds that were committed since the one that the contribution differs from."""
     claim: int
     upto: int
+    mark: StreamMark | None = field(default=None, metadata=OMIT_DEFAULT)
+    """As of the contribution, until the round is committed."""
     taken: tuple[Samples, ...] = ()
     """The samples that are committed with it; empty before that, and where it is of another
     fragment than the last."""
@@ -159,6 +179,8 @@ class Origin:
     """Earlier samples that are in no committed round."""
     samples: int = 0
     """Number of samples in committed rounds."""
+    marks: tuple[StreamMark, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Where the readers of a stream can go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +200,8 @@ class IslandReport:
     """Number of the claim that it trains on; 0: it has begun none."""
     ahead: int = 0
     """Number of claims that it wants to have besides that one; 0: it is about to leave."""
+    ends: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Positions after the last samples of sections, as it has found them to end."""
     is_over: bool = False
     """True if it has no samples, has contributed all its steps, and has taken the newest states."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)
@@ -218,6 +242,8 @@ class Seat:
     claims: tuple[Claim, ...] = ()
     granted: int = 0
     """Number of claims that it was given in all."""
+    after: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Position after its newest claim of a stream, where its readers go on."""
     settled: tuple[Settled, ...]
     """One for each fragment."""
 
@@ -285,11 +311,15 @@ class Rounds:
     numbered: int = 0
     """Number of seats that there have been."""
     next: int
-    """Position of the first sample that no island was given."""
+    """Position from which on no samples were given to islands."""
     free: tuple[Samples, ...] = ()
-    """Earlier samples, given back by islands that were lost or whose contribution was dropped."""
+    """Earlier samples: given back by islands that were lost or whose contribution was dropped, and
+    what is left of a stream's sections that are begun."""
     samples: int = 0
     """Number of samples in committed rounds."""
+    marks: tuple[StreamMark, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Where the readers of a stream can go on: for each piece of samples that are or may be given
+    to an island the nearest mark before it, if there is one in its section."""
     done: bool = False
     """True once all samples are, and no island has a contribution left."""
     run: int = field(default=UNSTATED, compare=False, metadata=OMIT_DEFAULT)

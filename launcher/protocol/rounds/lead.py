@@ -29,7 +29,7 @@ documents alone, so that another lead goes on from the same point. Rules:
       that counted in them are dropped.
  RD8  An island that holds a state is given samples as often as it asks, those that were given back
       first: `every` inner batches. The samples of an inner step of all islands are divided over
-      those that have a seat. No claim has samples of two epochs. An island may ask for several at
+      those that have a seat. No claim has samples of two sections. An island may ask for several at
       once, to train on while a lost lead is replaced; near the end it has one that it has not
       begun, or half of its part of what is left. Before the first round all have one before any
       has two.
@@ -37,6 +37,9 @@ documents alone, so that another lead goes on from the same point. Rules:
       newest claim up to the position that the contribution names. What is left of a claim stays.
  RD10 The rounds begin with the state of the island that has most samples behind it, the first one
       of equals, and begin again so where no island holds any state of them.
+ RD11 A section of a stream is begun as a whole: what is not given of it yet is free. Islands that
+      come to its end say where that is, and what is beyond is no sample. Committed contributions
+      bring marks, from which other islands' readers go on.
 Invariants: a round commits once; each sample is in one claim, free, or in one committed round; a
 contribution counts once; all islands hold the same bits of a committed round.
 """
@@ -47,7 +50,15 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from elasticzero.launcher.protocol.rounds.claims import granted, share_of, split, united
+from elasticzero.launcher.protocol.rounds.claims import (
+    granted,
+    nearest_marks,
+    share_of,
+    split,
+    to_give,
+    united,
+    without_beyond,
+)
 from elasticzero.launcher.protocol.rounds.documents import (
     Closing,
     Committed,
@@ -110,14 +121,14 @@ def lead(view: LeadView, settings: RoundSettings) -> Rounds | None:
     if rounds is None or _nobody_holds(rounds, replace(view, reports=alike)):
         return _begun(view)
     view = replace(view, reports=alike)
-    rounds = _seated(rounds, view)
+    rounds = _without_beyond(_seated(rounds, view), view)
     for number in range(len(rounds.fragments)):
         rounds = _without_lost_rounds(rounds, view, number)
         rounds = _attempt(rounds, view, number)
         rounds = _without_stale(rounds, view, settings, number)
         rounds = _closed(rounds, view, settings, number)
     rounds = _given(rounds, view, settings)
-    return replace(rounds, done=_is_done(rounds, view))
+    return replace(rounds, done=_is_done(rounds, view), marks=nearest_marks(rounds))
 
 
 def _begun(view: LeadView) -> Rounds | None:
@@ -145,6 +156,7 @@ def _begun(view: LeadView) -> Rounds | None:
         next=first.origin.next,
         free=first.origin.free,
         samples=first.origin.samples,
+        marks=first.origin.marks,
         run=first.run,
     )
     alike = {island: r for island, r in view.reports.items() if r.order == rounds.order}
@@ -192,7 +204,8 @@ def _seated(rounds: Rounds, view: LeadView) -> Rounds:
         for number, (island, incarnation) in enumerate(come, rounds.numbered + 1)
     )
     numbered = rounds.numbered + len(come)
-    return replace(rounds, seats=tuple(stay), numbered=numbered, free=united(free))
+    free_pieces = united(free, rounds.order.section)
+    return replace(rounds, seats=tuple(stay), numbered=numbered, free=free_pieces)
 
 
 def _report(seat: Seat, view: LeadView) -> IslandReport | None:
@@ -265,7 +278,7 @@ def _without_lost_rounds(rounds: Rounds, view: LeadView, number: int) -> Rounds:
         seats = tuple(_dropped_from(seat, number, past.outer.round) for seat in rounds.seats)
         rounds = replace(
             rounds,
-            free=united([*rounds.free, *pieces]),
+            free=united([*rounds.free, *pieces], rounds.order.section),
             samples=rounds.samples - sum(map(len, pieces)),
             seats=seats,
             done=False,
@@ -340,14 +353,15 @@ def _committed(rounds: Rounds, number: int, closing: Closing, agreed: Sum) -> Ro
     fragment = rounds.fragments[number]
     outer = Outer(round=fragment.outer.round + 1, digest=agreed.outer)
     commits_samples = number == len(rounds.fragments) - 1
-    seats = {seat.place: seat for seat in rounds.seats}
+    seats, marks = {seat.place: seat for seat in rounds.seats}, [*rounds.marks]
     contributors = []
     for contributor in closing.contributors:
         seat = _settled(seats[contributor.place], number, contributor.number, outer.round)
         if commits_samples:
             taken, claims = split(seat.claims, contributor.claim, contributor.upto)
             seat = replace(seat, claims=claims)
-            contributor = replace(contributor, taken=taken)
+            marks += () if contributor.mark is None else (contributor.mark,)
+            contributor = replace(contributor, taken=taken, mark=None)
         seats[contributor.place] = seat
         contributors.append(contributor)
     past = Committed(outer=outer, attempt=closing.attempt, contributors=tuple(contributors))
@@ -357,6 +371,7 @@ def _committed(rounds: Rounds, number: int, closing: Closing, agreed: Sum) -> Ro
     rounds = replace(
         rounds,
         seats=tuple(seats.values()),
+        marks=tuple(marks),
         samples=rounds.samples + sum(len(piece) for c in contributors for piece in c.taken),
     )
     return _with_fragment(rounds, number, fragment)
@@ -389,7 +404,8 @@ def _without_stale(rounds: Rounds, view: LeadView, settings: RoundSettings, numb
         seats[seat.place] = _settled(seat, number, contribution.number, None)
     if tuple(seats.values()) == rounds.seats:
         return rounds
-    return replace(rounds, seats=tuple(seats.values()), free=united(free))
+    free_pieces = united(free, rounds.order.section)
+    return replace(rounds, seats=tuple(seats.values()), free=free_pieces)
 
 
 def _closed(rounds: Rounds, view: LeadView, settings: RoundSettings, number: int) -> Rounds:
@@ -434,6 +450,7 @@ def _closed(rounds: Rounds, view: LeadView, settings: RoundSettings, number: int
             staleness=fragment.outer.round - contribution.base,
             claim=contribution.claim,
             upto=contribution.upto,
+            mark=contribution.mark if number == len(rounds.fragments) - 1 else None,
         )
         for seat, contribution in ready.values()
     )
@@ -445,10 +462,9 @@ def _some_are_to_begin(rounds: Rounds, view: LeadView) -> bool:
     """Returns whether before the first round an island that lives has no samples yet, and there are
     some for it (RD2, RD8)."""
     has_begun = any(past.attempt for fragment in rounds.fragments for past in fragment.recent)
-    is_left = rounds.next < rounds.order.total or any(map(len, rounds.free))
     return (
         not has_begun
-        and is_left
+        and to_give(rounds) > 0
         and any(
             not seat.granted and not _is_lost(*seat.place, view) and _asks(seat.island, view)
             for seat in rounds.seats
@@ -476,6 +492,13 @@ def _owner(rounds: Rounds, view: LeadView, number: int) -> str | None:
     return able[(number + fragment.attempts) % len(able)] if able else None
 
 
+def _without_beyond(rounds: Rounds, view: LeadView) -> Rounds:
+    """Returns the rounds without the positions that islands have found to have no sample (RD11)."""
+    for end in {end for report in view.reports.values() for end in report.ends}:
+        rounds = without_beyond(rounds, end)
+    return rounds
+
+
 def _given(rounds: Rounds, view: LeadView, settings: RoundSettings) -> Rounds:
     """Returns the rounds with the claims that islands ask for (RD8)."""
     seated = [seat for seat in rounds.seats if not _is_lost(*seat.place, view)]
@@ -486,13 +509,13 @@ def _given(rounds: Rounds, view: LeadView, settings: RoundSettings) -> Rounds:
             continue
         batch = share_of(rounds.order.global_batch, place, len(seated))
         while not (first and seat.granted) and _may_have_more(rounds, seat, report, len(seated)):
-            claim, free, after = granted(rounds, seat.granted + 1, settings.every * batch, batch)
+            claim, free, after = granted(rounds, seat, settings.every * batch, batch)
             if claim is None:
                 break
-            before, seat = (
-                seat,
-                replace(seat, claims=(*seat.claims, claim), granted=seat.granted + 1),
-            )
+            before = seat
+            seat = replace(seat, claims=(*seat.claims, claim), granted=seat.granted + 1)
+            if rounds.order.is_stream:
+                seat = replace(seat, after=claim.samples.stop)
             seats = tuple(seat if other is before else other for other in rounds.seats)
             rounds = replace(rounds, seats=seats, free=free, next=after)
             if first:
@@ -510,14 +533,14 @@ def _may_have_more(rounds: Rounds, seat: Seat, report: IslandReport, islands: in
         islands: Number of islands that live.
     """
     unbegun = [len(claim.samples) for claim in seat.claims if claim.number > report.claim]
-    left = rounds.order.total - rounds.next + sum(map(len, rounds.free))
-    return len(unbegun) < report.ahead and (not unbegun or 2 * sum(unbegun) * islands < left)
+    fits = not unbegun or 2 * sum(unbegun) * islands < to_give(rounds)
+    return len(unbegun) < report.ahead and fits
 
 
 def _is_done(rounds: Rounds, view: LeadView) -> bool:
     """Returns whether all samples are committed, and all islands have contributed all their steps
     and have the last state: then none needs another one."""
-    if rounds.next < rounds.order.total or any(rounds.uncommitted()):
+    if to_give(rounds) or any(seat.claims for seat in rounds.seats):
         return False
     return all(
         fragment.closing is None

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elasticzero.launcher.protocol.rounds.documents import Committed, IslandReport, Rounds
+from elasticzero.launcher.protocol.rounds.documents import (
+    Committed,
+    IslandReport,
+    Rounds,
+    SampleOrder,
+    Samples,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +42,8 @@ class RoundsSummary:
     """Newest round, of the part of the model that is averaged last."""
     samples: int
     """Number of samples in rounds."""
-    total: int
-    """Number of all samples of the loop."""
+    total: int | None
+    """Number of all samples of the loop; None: that is not known of a stream."""
     given_back: int
     """Number of samples that islands were given and that are to be given to others."""
     is_over: bool
@@ -57,11 +63,20 @@ def summary_of(rounds: Rounds, reports: Mapping[str, IslandReport]) -> RoundsSum
     return RoundsSummary(
         round=0 if last is None else last.outer.round,
         samples=rounds.samples,
-        total=rounds.order.total,
-        given_back=sum(map(len, rounds.free)),
+        total=_total(rounds.order),
+        given_back=sum(len(piece) for piece in rounds.free if not _is_rest(piece, rounds.order)),
         is_over=rounds.done,
         islands=tuple(_island(island, report, rounds) for island, report in reports.items()),
     )
+
+
+def _total(order: SampleOrder) -> int | None:
+    return order.limit if order.is_stream else order.total
+
+
+def _is_rest(piece: Samples, order: SampleOrder) -> bool:
+    """Returns whether free samples reach to the end of a stream's section, wherever that is."""
+    return order.is_stream and piece.stop == order.section_stop(piece.start)
 
 
 def _last(rounds: Rounds) -> Committed | None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,18 @@ class Regression(nn.Module):
         return nn.functional.mse_loss(self.net(x_BF), y_B1)
 
 
+def stream(options: argparse.Namespace) -> ez.Stream:
+    """The same samples in shards of unlike lengths, of which some have none."""
+    data, chance = dataset(options.samples), random.Random(options.shards)
+    cuts = sorted(chance.randrange(options.samples + 1) for _ in range(options.shards - 1))
+    shards = [*pairwise([0, *cuts, options.samples])]
+
+    def read(shard: tuple[int, int], start: int) -> Iterator[Any]:
+        yield from (data[i] for i in range(shard[0] + start, shard[1]))
+
+    return ez.Stream(shards, read, readers=options.readers, shuffle_window=4)
+
+
 def _steps_of(optimizer: torch.optim.Optimizer) -> int:
     """How many steps the state stands for that an optimizer begins with."""
     states = optimizer.state_dict()["state"].values()
@@ -90,15 +104,16 @@ def train(session: ez.Session) -> None:
     print(json.dumps({"holds": hold.is_file()}), flush=True)
     while hold.is_file():
         time.sleep(0.002)
-    data = dataset(options.samples)
+    data: Any = stream(options) if options.shards else dataset(options.samples)
     ends = partial(tell_epoch, session, module) if options.tells_epochs else None
     arguments: dict[str, Any] = {
         "global_batch": options.batch,
         "epochs": options.epochs,
         "on_epoch_end": ends,
+        "virtual_batch": options.virtual,
     }
     for index_B, x_BF, y_B1 in session.batches(data, **arguments):
-        used = session.batch_indices
+        used = index_B.tolist() if options.shards else session.batch_indices
         session.backward(module.loss(index_B, x_BF, y_B1))
         session.step()
         time.sleep(float(slow.read_text() or 0) if slow.is_file() else options.pause)
@@ -120,6 +135,9 @@ parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--tells-epochs", action="store_true", help="print which epochs have ended")
 parser.add_argument("--adam", action="store_true", help="train by Adam in place of SGD")
 parser.add_argument("--tells-adam", action="store_true", help="print with what state it begins")
+parser.add_argument("--virtual", type=int, help="samples in a slice")
+parser.add_argument("--shards", type=int, default=0, help="train on a stream of so many")
+parser.add_argument("--readers", type=int, default=16)
 parser.add_argument("--pause", type=float, default=0.02)
 
 if __name__ == "__main__":

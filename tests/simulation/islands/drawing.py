@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticzero.launcher.protocol.rounds.documents import SampleOrder
 from elasticzero.launcher.protocol.rounds.lead import RoundSettings
@@ -11,6 +11,8 @@ from elasticzero.options.diloco import DiLoCo
 
 KINDS = ("kill", "kill", "freeze", "join", "drain", "store", "cut", "begin again", "hang")
 """Faults, each as often as it is drawn."""
+STREAM_SECTION = 1_000
+"""Positions in a section of a stream, of which most have no sample."""
 LAST_FAULT = 400
 """Tick before which all faults strike."""
 
@@ -25,6 +27,8 @@ class Drawn:
     diloco: DiLoCo
     settings: RoundSettings
     order: SampleOrder
+    ends: tuple[int, ...]
+    """Of each section of a stream the position after its last sample; empty: of no stream."""
     ahead: int
     """Number of claims that islands ask for besides the one that they train on."""
     faults: tuple[int, ...]
@@ -44,6 +48,13 @@ def draw(seed: int) -> Drawn:
     fragments = min(every, dice.choice([1, 1, 2, 3]))
     epoch = dice.randint(20, 200)
     missing = dice.choice([0, 0, dice.randint(0, epoch - 1)])
+    order = SampleOrder(
+        section=epoch,
+        total=epoch * dice.randint(1, 3) - missing,
+        global_batch=dice.randint(1, 12),
+        digest="of the order",
+    )
+    stream_order, ends = of_stream(random.Random(f"stream of {seed}"), order)
     return Drawn(
         islands=dice.randint(1, 5),
         speeds=dice.choice([(1.0,), (1.0, 1.0, 0.5), (1.0, 0.2)]),
@@ -53,12 +64,8 @@ def draw(seed: int) -> Drawn:
             quorum=dice.choice([1.0, 1.0, 0.5, 0.75]),
             max_staleness=dice.choice([0, 1, 8]),
         ),
-        order=SampleOrder(
-            epoch=epoch,
-            total=epoch * dice.randint(1, 3) - missing,
-            global_batch=dice.randint(1, 12),
-            digest="of the order",
-        ),
+        order=stream_order,
+        ends=ends,
         ahead=dice.choice([1, 1, 3]),
         faults=tuple(
             sorted(dice.randint(5, LAST_FAULT) for _ in range(dice.choice([0, 3, 8, 15])))
@@ -66,4 +73,27 @@ def draw(seed: int) -> Drawn:
         delay=dice.choice([0, 1, 4]),
         fetch=dice.choice([0, 2, 10]),
         pairs=dice.random() < 0.3,
+    )
+
+
+def of_stream(dice: random.Random, order: SampleOrder) -> tuple[SampleOrder, tuple[int, ...]]:
+    """Draws an order of a stream in place of another one, for half of the seeds, and the ends of
+    its sections, of which some are empty."""
+    count = dice.choice([0, 0, 1, 2, 4, 7, 12])
+    if not count:
+        return order, ()
+    ends = tuple(
+        number * STREAM_SECTION + dice.choice([0, *[dice.randint(1, 60)] * 9])
+        for number in range(count)
+    )
+    samples = sum(end % STREAM_SECTION for end in ends)
+    return (
+        replace(
+            order,
+            section=STREAM_SECTION,
+            is_stream=True,
+            total=count * STREAM_SECTION,
+            limit=dice.choice([None, None, dice.randint(1, 1 + samples)]),
+        ),
+        ends,
     )

@@ -7,8 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticzero.ipc.rounds import FragmentProgress, IslandProgress
-from elasticzero.islands.progress import after_step, contributed, is_due, took
+from elasticzero.ipc.rounds import FragmentProgress, IslandProgress, StreamMark
+from elasticzero.islands.progress import (
+    after_step,
+    contributed,
+    is_due,
+    took,
+    with_ends,
+)
+from elasticzero.launcher.protocol.rounds.claims import to_give
 from elasticzero.launcher.protocol.rounds.documents import (
     Contribution,
     FragmentReport,
@@ -67,6 +74,8 @@ class Island:
     counted: list[tuple[int, int, int]] = field(default_factory=list)
     """Contributions that it takes for counted, and is to be checked: fragment, number, round."""
     has_samples: bool = True
+    ends_seen: set[int] = field(default_factory=set)
+    """Ends of sections that it has come to, and has not told of."""
     task: tuple[int, Task] | None = None
     """The task under way, and the tick at which it is over."""
 
@@ -101,6 +110,7 @@ class Island:
             seat=self.seat,
             is_over=self.is_over,
             claim=self.progress.claim,
+            ends=self.progress.ends,
             ahead=0 if self.leaving else self.drawn.ahead,
         )
 
@@ -122,6 +132,7 @@ class Island:
                 steps=sent.steps,
                 claim=sent.claim,
                 upto=sent.upto,
+                mark=sent.mark,
                 digest=digest(self.contributions[number, sent.number]),
                 waits=waits,
             )
@@ -225,13 +236,18 @@ class Island:
         if seat is None or seat.number != self.seat or not self.takes_part(rounds):
             return {}
         step = None if self.leaving else self._next_samples(seat)
+        claims = [(claim.samples.start, claim.samples.stop) for claim in seat.claims]
+        section = self.drawn.order.section
+        self.progress = with_ends(self.progress, self.ends_seen, claims, section)
+        self.ends_seen.clear()
         if step is not None:
             claim, samples = step
-            self.progress = after_step(self.progress, claim, samples.stop, len(samples))
+            mark = StreamMark(at=samples.stop, rows=()) if self.drawn.ends else None
+            self.progress = after_step(self.progress, claim, samples.stop, len(samples), mark)
             for unsent in self.unsent:
                 unsent.append(samples)
         self.has_samples = step is not None
-        none_left = rounds.next >= rounds.order.total and not rounds.free
+        none_left = not to_give(rounds)
         last = self.leaving or (none_left and self._next_samples(seat) is None)
         made = {}
         for number, fragment in enumerate(rounds.fragments):
@@ -257,10 +273,22 @@ class Island:
             start = claim.samples.start
             if claim.number == at.claim:
                 start = max(start, at.upto)
-            if claim.number >= at.claim and start < claim.samples.stop:
-                stop = min(start + claim.batch, claim.samples.stop)
+            last = min(claim.samples.stop, self._end_of_section(start))
+            if claim.number >= at.claim and start < last:
+                stop = min(start + claim.batch, last)
                 return claim.number, Samples(start=start, stop=stop)
         return None
+
+    def _end_of_section(self, position: int) -> int:
+        """Returns the position after the last sample of a section, to which the island comes as it
+        looks for one there."""
+        order, ends = self.drawn.order, self.drawn.ends
+        if not ends:
+            return order.section_stop(position)
+        end = ends[position // order.section]
+        if position >= end:
+            self.ends_seen.add(end)
+        return end
 
     def _contribute(self, number: int) -> int:
         self.progress = contributed(self.progress, number)

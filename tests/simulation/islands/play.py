@@ -37,7 +37,7 @@ class Play:
         self.drawn = draw(seed)
         self.store = Store()
         self.islands: list[Island] = []
-        self.promises = Promises(self.islands, self.drawn.settings.max_staleness)
+        self.promises = Promises(self.islands, self.drawn)
         self._tell = tell
         self._dice = random.Random(f"faults of {seed}")
         self._tick = 0

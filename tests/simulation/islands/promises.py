@@ -12,6 +12,7 @@ from elasticzero.launcher.protocol.rounds.documents import (
     Rounds,
     Samples,
 )
+from tests.simulation.islands.drawing import Drawn
 from tests.simulation.islands.island import Island
 
 Key = tuple[tuple[str, str], int]
@@ -25,9 +26,10 @@ class BrokenRule(AssertionError):
 class Promises:
     """Remembers what was committed, and by whom."""
 
-    def __init__(self, islands: Collection[Island], max_staleness: int) -> None:
+    def __init__(self, islands: Collection[Island], drawn: Drawn) -> None:
         self._islands = islands
-        self._max_staleness = max_staleness
+        self._drawn = drawn
+        self._max_staleness = drawn.settings.max_staleness
         self._committed: dict[tuple[int, int], dict[int, tuple[Key, ...]]] = {}
         """Contributions of each round that counts, by history and fragment."""
         self._samples: dict[Key, list[Samples]] = {}
@@ -63,28 +65,71 @@ class Promises:
         counted = self._committed[rounds.history, len(rounds.fragments) - 1].values()
         committed = [piece for keys in counted for key in keys for piece in self._samples[key]]
         first = min((piece.start for piece in [*committed, *rounds.uncommitted()]), default=0)
-        if first and rounds.history == 1:
+        if self._has_samples(0, first) and rounds.history == 1:
             raise BrokenRule(f"samples before {first} are nowhere")
         position = 0
         for piece in sorted([*committed, *rounds.uncommitted()], key=lambda piece: piece.start):
-            if piece.start != position:
+            if piece.start < position or self._has_samples(position, piece.start):
                 raise BrokenRule(f"sample {min(position, piece.start)} is lost, or in two places")
             position = piece.stop
-        if position != rounds.next or rounds.samples != sum(map(len, committed)):
+        if self._has_samples(position, rounds.next) or position > rounds.next:
+            raise BrokenRule(f"samples from {position} to {rounds.next} are nowhere")
+        if rounds.samples != sum(map(len, committed)):
             raise BrokenRule(f"the count of samples is wrong: {rounds}")
-        if rounds.done and (position != rounds.order.total or any(rounds.uncommitted())):
-            raise BrokenRule("the rounds are done before all samples are committed")
+        for piece in committed:
+            if self._drawn.ends and piece.stop > self._drawn.ends[piece.start // self._section]:
+                raise BrokenRule(f"{piece} is committed, and has positions without a sample")
+        self._check_done(rounds)
         self._check_claims(rounds)
+        self._check_marks(rounds)
+
+    @property
+    def _section(self) -> int:
+        return self._drawn.order.section
+
+    def _has_samples(self, start: int, stop: int) -> bool:
+        """Returns whether there is a sample at a position in `[start, stop)`."""
+        if not self._drawn.ends:
+            return start < stop
+        sections = range(start // self._section, -(-stop // self._section))
+        return any(
+            max(start, number * self._section) < min(stop, self._drawn.ends[number])
+            for number in sections
+        )
+
+    def _check_done(self, rounds: Rounds) -> None:
+        order = rounds.order
+        if order.limit is not None and rounds.samples > order.limit:
+            raise BrokenRule("more samples are committed than the loop has")
+        is_all = rounds.samples == order.limit or not (
+            self._has_samples(rounds.next, order.total) or any(rounds.uncommitted())
+        )
+        if rounds.done and not is_all:
+            raise BrokenRule("the rounds are done before all samples are committed")
+
+    def _check_marks(self, rounds: Rounds) -> None:
+        """Checks that a section whose samples were committed need not be read from its beginning,
+        as long as it is not lost with rounds."""
+        if rounds.history > 1 or self.voided:
+            return
+        marks = [mark.at for mark in rounds.marks]
+        for committed in rounds.fragments[-1].recent[-1:]:
+            newest = (c for c in committed.contributors if c.taken and c.taken[-1].stop == c.upto)
+            for piece in (c.taken[-1] for c in newest):
+                stop = (piece.stop // self._section + 1) * self._section
+                rest = [p.start for p in rounds.uncommitted() if piece.stop <= p.start < stop]
+                if self._drawn.ends and rest and not any(piece.stop <= at < stop for at in marks):
+                    raise BrokenRule(f"no mark is known after {piece}")
 
     def _check_claims(self, rounds: Rounds) -> None:
         for seat in rounds.seats:
             for claim in seat.claims:
-                epochs = {
-                    position // rounds.order.epoch
+                sections = {
+                    position // rounds.order.section
                     for position in (claim.samples.start, claim.samples.stop - 1)
                 }
-                if len(epochs) > 1:
-                    raise BrokenRule(f"{claim} has samples of two epochs")
+                if len(sections) > 1:
+                    raise BrokenRule(f"{claim} has samples of two sections")
 
     def _check_fragment(
         self, rounds: Rounds, number: int, fragment: Fragment, living: Sequence[IslandReport]

@@ -13,7 +13,7 @@ from elasticzero.ipc.round_wire import BLOCK, Elements, RoundWire
 from elasticzero.ipc.rounds import FragmentShape
 from elasticzero.options.diloco import WIRES
 
-FORMATS = [*WIRES[:-1], "topk:0.25"]
+FORMATS = [*WIRES[:-2], "topk:0.25"]
 LOSSY = FORMATS[1:]
 
 
@@ -130,3 +130,59 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
 @pytest.mark.parametrize("name", LOSSY)
 def test_zeros_are_zeros(name: str) -> None:
     assert not through(wire(name, 1000), np.zeros(1000, np.float32)).any()
+
+
+def low_rank(rank: int, *matrices: tuple[int, int], exact: int = 3) -> RoundWire:
+    elements = sum(rows * columns for rows, columns in matrices) + exact
+    shape = FragmentShape(
+        elements=elements, averaged=0, dtype="float32", exact=exact, matrices=matrices
+    )
+    return RoundWire(format=f"powersgd:{rank}", shape=shape)
+
+
+@pytest.mark.parametrize("at_once", [1 << 20, 200])
+def test_powersgd_sends_the_strongest_part_of_each_matrix(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elasticzero.ipc.low_rank.AT_ONCE", at_once)
+    dice = np.random.default_rng(3)
+    one = low_rank(2, (60, 40), (50, 70), (4, 3))
+    strong = (dice.normal(size=(60, 2)) @ dice.normal(size=(2, 40))).astype(np.float32)
+    other = dice.normal(size=(50, 70)).astype(np.float32) * 0.99 ** np.arange(70)
+    rest = dice.normal(size=15).astype(np.float32)
+    values_E = np.concatenate([strong.reshape(-1), other.reshape(-1), rest]).astype(np.float32)
+    came_E = through(one, values_E)
+    assert one.nbytes == 4 * (2 * (60 + 40) + 2 * (50 + 70) + 12 + 3)
+    assert np.allclose(came_E[:2400].reshape(60, 40), strong, atol=1e-4)
+    assert np.array_equal(came_E[5900:], rest)  # a small matrix comes as it is, and a vector
+    off = np.linalg.norm(came_E[2400:5900].reshape(50, 70) - other)
+    best = np.linalg.svd(other, compute_uv=False)
+    assert np.sqrt((best[2:] ** 2).sum()) <= off < np.linalg.norm(other)
+
+
+def test_the_mean_of_low_ranks_has_all_their_columns() -> None:
+    dice = np.random.default_rng(4)
+    one = low_rank(3, (64, 48), (6, 5))
+    both = [dice.normal(size=one.shape.elements).astype(np.float32) for _ in range(2)]
+    files = []
+    for values_E in both:
+        files.append(np.zeros(one.nbytes, np.uint8))
+        for piece in one.pieces():
+            files[-1][piece.bytes] = one.encode(values_E[piece.elements], piece)
+    of_mean = one.of_mean(2)
+    pairs = [*zip(one.pieces(), of_mean.pieces(), strict=True)]
+    assert [of_mean.joins(into) for _, into in pairs] == [True, False, False]
+    (piece, into), *_ = pairs
+    sent = [(samples, file[piece.bytes]) for samples, file in zip((1, 3), files, strict=True)]
+    mean = of_mean.decode(of_mean.joined(sent, piece), into)
+    came = [one.decode(data, piece) for _, data in sent]
+    assert np.allclose(mean, came[0] / 4 + came[1] * 3 / 4, atol=1e-5)
+
+
+def test_a_matrix_of_nothing_or_of_what_is_not_finite_stays_so() -> None:
+    one = low_rank(4, (64, 48), exact=0)
+    assert not through(one, np.zeros(64 * 48, np.float32)).any()
+    values_E = np.ones(64 * 48, np.float32)
+    assert np.allclose(through(one, values_E), 1, atol=1e-6)  # of one column alone
+    values_E[7] = np.nan
+    assert np.isnan(through(one, values_E)).any()

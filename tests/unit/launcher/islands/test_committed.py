@@ -14,7 +14,7 @@ from elasticzero.launcher.protocol.rounds.documents import (
     SampleOrder,
 )
 
-ORDER = SampleOrder(epoch=100, total=100, global_batch=4, digest="d")
+ORDER = SampleOrder(section=100, total=100, global_batch=4, digest="d")
 PART = Contributor(island="a", incarnation="i", number=1, samples=8, staleness=0, claim=1, upto=8)
 
 

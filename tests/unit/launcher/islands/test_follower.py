@@ -95,7 +95,7 @@ class Node:
     def joins_as(self, rank: int, progress: IslandProgress = NONE) -> None:
         message = JoinRounds(
             settings=self.settings,
-            epoch=100,
+            section=100,
             total=100,
             global_batch=10,
             digest="d",

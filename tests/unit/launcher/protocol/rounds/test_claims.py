@@ -46,4 +46,5 @@ def test_a_contribution_takes_earlier_claims_and_a_part_of_its_last(
 
 def test_pieces_that_touch_become_one() -> None:
     pieces = [Samples(start=a, stop=b) for a, b in [(7, 9), (0, 3), (3, 5), (12, 12), (20, 21)]]
-    assert [(p.start, p.stop) for p in united(pieces)] == [(0, 5), (7, 9), (20, 21)]
+    assert [(p.start, p.stop) for p in united(pieces, 100)] == [(0, 5), (7, 9), (20, 21)]
+    assert [(p.start, p.stop) for p in united(pieces, 3)][:2] == [(0, 3), (3, 5)]

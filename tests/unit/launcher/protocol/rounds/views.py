@@ -16,7 +16,7 @@ from elasticzero.launcher.protocol.rounds.documents import (
 )
 from elasticzero.launcher.protocol.rounds.lead import LeadView, RoundSettings, lead
 
-ORDER = SampleOrder(epoch=100, total=250, global_batch=10, digest="order")
+ORDER = SampleOrder(section=100, total=250, global_batch=10, digest="order")
 START = Outer(round=0, digest="start")
 SETTINGS = RoundSettings(every=2)
 
