@@ -50,18 +50,14 @@ class ClaimedStream:
     def _come_to(self, position: DataPosition, start: int) -> None:
         """Has readers give the sample at `start` next."""
         at, (number, place) = position.island or NONE, divmod(start, SECTION)
-        if (
-            self._batches is not None
-            and at.upto // SECTION == number
-            and at.upto <= start
-            and number in self._plan.progress
-        ):
-            self._plan.entered, first = start, at.upto % SECTION
-        else:
+        (standing, first), is_open = divmod(self._plan.stand[0], SECTION), self._batches is not None
+        if not is_open or standing != number or first > place:
             self.drop()
             marks = at.left.marks if at.mark is None else (at.mark, *at.left.marks)
             first = self._plan.enter(start, marks)
             self._batches = StreamBatches(self._reader, self._schedule, position)
+        assert self._batches is not None
+        self._plan.stands_at(start, position.steps)
         self._batches.skip(number, first, place)
         self._batches.learn_enough(position, number, place)
 
@@ -75,7 +71,7 @@ class ClaimedStream:
         """Does nothing: the readers are there already."""
 
     def __next__(self) -> Any:
-        assert self._batches is not None, "a batch has first that was not prepared"
+        assert self._batches is not None, "a batch begins that was not prepared"
         return next(self._batches)
 
     def in_world(self, schedule: RankSchedule, position: DataPosition) -> ClaimedStream:
@@ -89,6 +85,7 @@ class ClaimedStream:
         """Makes sure that the batch after this one can be named, as far as it is read on."""
         assert self._batches is not None
         self._batches.look_ahead(batch, after)
+        self._plan.stands_at(batch.epoch * SECTION + batch.stop, after.steps)
 
     def close(self) -> None:
         """Tells the processes that load data to end."""

@@ -42,9 +42,10 @@ class IslandStreamPlan(StreamPlan):
     """Divides what an island has been given into batches, as far as its ranks have read."""
 
     table: ClaimTable
-    entered: int | None = None
-    """Position from which the open readers give samples next, where that does not follow from the
-    last batch."""
+    stand: tuple[int, int] = (-1, -1)
+    """Position from which the open readers give samples next, and the steps of the loop by then."""
+    opened: set[int] = field(default_factory=set)
+    """Sections of which the open readers do not give all samples any more."""
     ended: dict[int, int] = field(default_factory=dict)
     """Number of samples that are used of each section that was read to its end."""
     empty: int = 0
@@ -168,20 +169,19 @@ class IslandStreamPlan(StreamPlan):
         if self.empty > 4 * self.sections and not progress.left.committed:
             raise UserError("the stream gave no sample at all: check its shards")
 
-    def enter(self, position: int, marks: Collection[StreamMark]) -> int:
+    def enter(self, start: int, marks: Collection[StreamMark]) -> int:
         """Forgets what was read, for readers that are opened anew to come to a position.
 
         Args:
-            position: The position, in the order of all samples.
+            start: The position, in the order of all samples.
             marks: Marks from which they may begin.
 
         Returns:
             The place in its section from which they begin.
         """
         self._forget()
-        number = position // SECTION
-        self.entered = position
-        mark, run = nearest_mark(marks, position, SECTION), self.readers_in(number)
+        number = start // SECTION
+        mark, run = nearest_mark(marks, start, SECTION), self.readers_in(number)
         if mark is None or len(mark.rows) != len(run):
             return 0
         rows = [(0,) * len(mark.rows[0])] * self.order.readers
@@ -193,8 +193,26 @@ class IslandStreamPlan(StreamPlan):
         return place
 
     def _forget(self) -> None:
-        self.progress, self.rows, self.entered = {}, {}, None
+        self.progress, self.rows, self.stand = {}, {}, (-1, -1)
+        self.opened.clear()
         self._drawn.clear()
+
+    def stands_at(self, start: int, steps: int) -> None:
+        """Notes from where the open readers give samples next. Those before, should the island be
+        given them again, are behind them.
+
+        Args:
+            start: The position, in the order of all samples.
+            steps: Number of steps of the loop by then.
+        """
+        self.stand = start, steps
+        self.opened.add(start // SECTION)
+        in_claims = {claim.start // SECTION for claim in self.table.claims}
+        self.ended = {
+            number: samples
+            for number, samples in self.ended.items()
+            if number in in_claims or number in self.progress
+        }
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -229,8 +247,10 @@ class IslandStreamPlan(StreamPlan):
             start: A position in the order of all samples.
         """
         number, place = divmod(start, SECTION)
-        upto = (position.island or NONE).upto
-        return not place or self.entered == start or (upto == start and number in self.progress)
+        is_ahead = position.steps > self.stand[1]
+        at = (position.island or NONE).upto if is_ahead else self.stand[0]
+        # Readers of a section are closed as those of a later one give samples.
+        return at == start or (not place and number not in self.opened and number > at // SECTION)
 
     def next(self, position: DataPosition) -> tuple[GlobalBatch, DataPosition] | None:
         """Returns (the island's batch at `position`, the position after it), or None where it has
