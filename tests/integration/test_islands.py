@@ -298,7 +298,7 @@ def used_in(told: Story) -> Counter[int]:
 @pytest.mark.parametrize(
     ("diloco", "workers"),
     [
-        ("every=5,outer-lr=1,outer-momentum=0", 1),
+        slow("every=5,outer-lr=1,outer-momentum=0", 1),
         ("every=4,inner=zero2,outer-lr=1,outer-momentum=0", 2),
         slow("every=6,outer-lr=1,outer-momentum=0,overlap=2", 1),
     ],
@@ -342,6 +342,7 @@ def test_the_readers_of_a_lost_island_go_on_on_others(
         check_each_sample_counts_once(told, etcd, 2400, nodes)
 
 
+@pytest.mark.slow
 def test_a_job_on_a_stream_goes_on_with_islands_and_again_without(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
